@@ -37,9 +37,9 @@ from torch import Tensor
 
 from metabridge.episodes import Episodes
 from metabridge.kernels.empirical import EmpiricalKernel
-from metabridge.kernels.meta_kernels import split_kernel
+from metabridge.kernels.meta_kernels import meta_ntk
 from metabridge.models.architecture import EdgeOperator
-from metabridge.models.cells import mask, supernet
+from metabridge.models.cells import set_active_operators, supernet
 from metabridge.models.network import Network
 from metabridge.nas import EDGES, NODES, OPERATORS, ActiveOperators
 from metabridge.nas.proxies import ConditionNumber, KernelMatrices, all_images, condition_number_score
@@ -72,7 +72,7 @@ def by_grams(net: Network, active: ActiveOperators, tasks: Episodes, removals: S
     """Return the condition numbers from one Gram matrix per candidate."""
     values: Values = {}
     for removal in removals:
-        mask(net, active.without(removal))
+        set_active_operators(net, active.without(removal))
         values[removal] = CONDITION(net, tasks).value
     return values
 
@@ -81,9 +81,9 @@ def by_kernels(net: Network, active: ActiveOperators, tasks: Episodes, removals:
     """Return the condition numbers from the MAML kernel of the empirical NTK."""
     values: Values = {}
     for removal in removals:
-        mask(net, active.without(removal))
+        set_active_operators(net, active.without(removal))
         kernel = EmpiricalKernel(net, outputs="sum")
-        matrix = split_kernel(
+        matrix = meta_ntk(
             kernel, tasks.query_x, tasks.support_x, adapts="all", time=CONDITION.time, ridge=CONDITION.ridge
         )
         values[removal] = condition_number_score(matrix.double().cpu(), torch.finfo(matrix.dtype).eps).value

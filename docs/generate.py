@@ -17,11 +17,14 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import metabridge.api
+from metabridge.cli.config_options import flag_name
 from metabridge.heads import Head
 from metabridge.learners.method import PRESETS
 from metabridge.learners.outer_gradients import OUTER_RULES
 from metabridge.report.method_table import taxonomy_row
+from metabridge.schedules import Schedule
 from metabridge.solvers import Solver
+from metabridge.training.config import METHOD_DEFAULTS, ImageTrainingConfig, default_config, options_of
 
 ROOT = Path(__file__).resolve().parent.parent
 SUBPACKAGES = (
@@ -84,9 +87,9 @@ def outer_rule_table() -> str:
     """Return the table of outer gradients."""
     rows = []
     for name, rule in OUTER_RULES.items():
-        admitting = [f"`{kind.__name__}`" for kind in Solver.registry.values() if name in kind.outer_rules]
-        rows.append([f"`{name}`", first_line(rule.gradient), ", ".join(admitting) or "methods without inner solver"])
-    return markdown_table(["`outer`", "what it does", "admitted by"], rows).replace("---:", "---")
+        supporting = [f"`{kind.__name__}`" for kind in Solver.registry.values() if name in kind.outer_rules]
+        rows.append([f"`{name}`", first_line(rule.gradient), ", ".join(supporting) or "methods without inner solver"])
+    return markdown_table(["`outer`", "what it does", "supported by"], rows).replace("---:", "---")
 
 
 def head_table() -> str:
@@ -96,6 +99,21 @@ def head_table() -> str:
         for name, kind in Head.registry.items()
     ]
     return markdown_table(["name", "head", "what it does", "probabilities"], rows).replace("---:", "---")
+
+
+def training_defaults() -> str:
+    """Return the table of the training options whose defaults differ between methods."""
+    configs = {
+        "other methods": default_config("maml"),
+        **{f"`{name}`": METHOD_DEFAULTS[name] for name in METHOD_DEFAULTS},
+    }
+    rows = []
+    for name, option in options_of(ImageTrainingConfig).items():
+        values = [getattr(config, name) for config in configs.values()]
+        if name != "method" and any(value != values[0] for value in values):
+            texts = [type(value).__name__.lower() if isinstance(value, Schedule) else str(value) for value in values]
+            rows.append([f"`{flag_name(option)}`", *texts])
+    return markdown_table(["option", *configs], rows)
 
 
 def signature(kind: type[Solver] | type[Head]) -> str:
@@ -137,12 +155,13 @@ def glyph_table(name: str) -> Callable[[], str]:
             number = f"{row['ours']:.0f} s" if quantity == "training" else f"{row['ours']:.1f} ± {row['ci95']:.1f}"
             cells.setdefault(method, {})[quantity] = number
         iterations = {method: settings["iterations"] for method, settings in result["settings"]["methods"].items()}
+        headers = ["method", *("trained" if test == "test tasks" else test for test in tests), "iterations", "training"]
         rows = [
             [f"`{method}`", *(numbers[test] for test in tests), str(iterations[method]), numbers["training"]]
             for method, numbers in cells.items()
         ]
         caption = f"{machine(result)}, seed {result['seed']}; {result['settings']['test_tasks']} test tasks."
-        return markdown_table(["method", *tests, "iterations", "training"], rows) + f"\n\n{caption}"
+        return markdown_table(headers, rows) + f"\n\n{caption}"
 
     return table
 
@@ -312,6 +331,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "solvers": solver_table,
     "outer-gradients": outer_rule_table,
     "test-heads": head_table,
+    "training-defaults": training_defaults,
     "glyphs": glyph_table("glyphs"),
     "demo": glyph_table("demo/glyphs"),
     "maml": benchmark_tables(

@@ -66,7 +66,7 @@ def _print(tallies: list[Tally]) -> None:
     console.print(table)
     for tally in tallies:
         for location, failure in tally.failures.items():
-            count, description = failure["count"], failure["what"]
+            count, description = failure["count"], failure["description"]
             console.print(Text(f"{tally.reader} --case {failure['case']} ({count} times) {location}: {description!a}"))
 
 

@@ -34,8 +34,10 @@ class Tally:
         self.counts[outcome.kind] = self.counts.get(outcome.kind, 0) + 1
         self.peak = max(self.peak, outcome.peak)
         if outcome.kind in FAILURES:
-            location = f"{outcome.kind} {outcome.where or outcome.what}"
-            failure = self.failures.setdefault(location, {"case": outcome.case, "what": outcome.what, "count": 0})
+            location = f"{outcome.kind} {outcome.where or outcome.description}"
+            failure = self.failures.setdefault(
+                location, {"case": outcome.case, "description": outcome.description, "count": 0}
+            )
             failure["count"] += 1
 
     @property

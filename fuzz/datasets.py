@@ -104,7 +104,7 @@ def _hostile_mini(inputs: Sequence[Files]) -> list[Hostile]:
     rows: tuple[Any, ...] = ([0.9], [-1], [4], ["0"], [None], [1e300], [float("nan")], 3, None, "01", [[0]])
     classes: tuple[Any, ...] = ({}, {3: [0]}, {None: [0]}, {("a",): [0]}, {"n01": {0: 1}}, {"n01": []})
     wrong: tuple[Any, ...] = (grid.astype(np.int64) + 200, grid / 2, grid[0], grid[:0], grid.astype("U"), [[1]], None)
-    odd = (grid[..., :2], grid[..., :1], grid[:, :0], np.zeros((4, 4, 4, 9), np.uint8))
+    bad_images = (grid[..., :2], grid[..., :1], grid[:, :0], np.zeros((4, 4, 4, 9), np.uint8))
     refused = [
         *(_mini(class_dict={"n01": each}) for each in rows),
         *(_mini(class_dict=None), _mini(class_dict=[])),
@@ -115,7 +115,7 @@ def _hostile_mini(inputs: Sequence[Files]) -> list[Hostile]:
         *(Hostile(_mini_files(value), "refused") for value in refused),
         *(Hostile(_mini_files(value), "same") for value in same),
         *(Hostile(_mini_files(_mini(class_dict=each))) for each in classes),
-        *(Hostile(_mini_files(_mini(image_data=data))) for data in odd),
+        *(Hostile(_mini_files(_mini(image_data=data))) for data in bad_images),
         *(Hostile(_mini_files(bomb), "refused") for bomb in BOMBS),
         Hostile(_mini_files(_mini(class_dict=dict.fromkeys(map(str, range(270)), [0] * 60_000))), "refused"),
     ]
@@ -300,12 +300,12 @@ def _hostile_omniglot(inputs: Sequence[Files]) -> list[Hostile]:
         b"PK\x05\x06" + bytes(18),
         mutate.zip_archive([(f"images_background/A/c{number}/1.png", b"") for number in range(20000)]),
         *(
-            mutate.zip_archive([*drawings, (f"images_background/A/{odd}/1.png", drawings[0][1])])
-            for odd in mutate.NAMES
+            mutate.zip_archive([*drawings, (f"images_background/A/{file_name}/1.png", drawings[0][1])])
+            for file_name in mutate.NAMES
         ),
         *(
-            mutate.zip_archive([*drawings, (f"images_background/{odd}", drawings[0][1])])
-            for odd in ("../../../outside/x/1.png", "/x/1.png", "a/b/" + "c" * 300 + ".png")
+            mutate.zip_archive([*drawings, (f"images_background/{file_name}", drawings[0][1])])
+            for file_name in ("../../../outside/x/1.png", "/x/1.png", "a/b/" + "c" * 300 + ".png")
         ),
     ]
     return [Hostile({**valid_files, name: content}) for content in contents]
@@ -341,8 +341,8 @@ def change_table(data: bytes, rng: random.Random) -> bytes:
 
 def _hostile_tables(inputs: Sequence[Files]) -> list[Hostile]:
     good = ["a.png", "n1"]
-    rows = [[good, [odd, "n2"]] for odd in (*mutate.NAMES, "../../../outside/secret.png", "x" * 200_000)]
-    rows += [[good, ["b.png", odd]] for odd in (*mutate.NAMES, "x" * 200_000)]
+    rows = [[good, [file_name, "n2"]] for file_name in (*mutate.NAMES, "../../../outside/secret.png", "x" * 200_000)]
+    rows += [[good, ["b.png", file_name]] for file_name in (*mutate.NAMES, "x" * 200_000)]
     contents = [
         b"",
         b"filename,label\n",

@@ -55,18 +55,18 @@ def command(*arguments: str) -> tuple[int, str]:
 
     Raise `InputError` for status 2.
     """
-    printed, errors = io.StringIO(), io.StringIO()
+    stdout, stderr = io.StringIO(), io.StringIO()
     status: object = 0
     with (
         mock.patch.object(sys, "argv", ["metabridge", *arguments]),
-        redirect_stdout(printed),
-        redirect_stderr(errors),
+        redirect_stdout(stdout),
+        redirect_stderr(stderr),
     ):
         try:
             cli.main()
         except SystemExit as end:
             status = end.code
-    text = printed.getvalue() + errors.getvalue()
+    text = stdout.getvalue() + stderr.getvalue()
     text.encode()  # must be valid UTF-8
     control = [code for code in text if ord(code) < 32 and code not in "\n\t\r"]
     assert not control, f"control characters are printed: {control[:3]}"
@@ -184,8 +184,8 @@ def _bmp_jump() -> bytes:
 def _jpeg() -> list[bytes]:
     tags = Image.Exif()
     tags[0x0112] = 6
-    plain = [encoded(mode, "jpeg") for mode in ("RGB", "L", "CMYK")]
-    return [*plain, encoded("RGB", "jpeg", progressive=True), encoded("RGB", "jpeg", exif=tags)]
+    images = [encoded(mode, "jpeg") for mode in ("RGB", "L", "CMYK")]
+    return [*images, encoded("RGB", "jpeg", progressive=True), encoded("RGB", "jpeg", exif=tags)]
 
 
 def _animated(form: str, **options: object) -> bytes:
@@ -196,9 +196,9 @@ def _animated(form: str, **options: object) -> bytes:
 
 
 def _tiff() -> list[bytes]:
-    plain = [encoded(mode, "tiff") for mode in ("RGB", "L", "1", "I;16", "F", "P", "CMYK", "RGBA")]
+    images = [encoded(mode, "tiff") for mode in ("RGB", "L", "1", "I;16", "F", "P", "CMYK", "RGBA")]
     return [
-        *plain,
+        *images,
         *(encoded("RGB", "tiff", compression=method) for method in ("tiff_lzw", "tiff_deflate", "jpeg", "packbits")),
     ]
 
@@ -309,21 +309,21 @@ LINKS = (
 
 
 def change_folder(files: Files, rng: random.Random, all_files: Sequence[Files]) -> tuple[Files, Expected]:
-    """Add files with odd names, links, pipes, empty folders, deep folders, and files of other data sets."""
+    """Add files with unusual names, links, pipes, empty folders, deep folders, and files of other data sets."""
     changed = dict(files)
     for _ in range(rng.choice((1, 1, 2, 3))):
         base = str(rng.choice(list(files))).rpartition("/")[0]
         kind = rng.randrange(8)
-        odd = rng.choice(mutate.NAMES).replace("\0", "").replace("/", "|")[:80] or "x"
-        odd = (
+        name = rng.choice(mutate.NAMES).replace("\0", "").replace("/", "|")[:80] or "x"
+        name = (
             "dots"
-            if odd in (".", "..")
-            else str(odd).encode("utf-8", "surrogatepass").decode("utf-8", "surrogateescape")
+            if name in (".", "..")
+            else str(name).encode("utf-8", "surrogatepass").decode("utf-8", "surrogateescape")
         )
         if kind == 0:
-            changed[f"{base}/{odd}.png"] = encoded()
+            changed[f"{base}/{name}.png"] = encoded()
         elif kind == 1:
-            changed[f"{base}/../{odd}/1.png".replace("/x/..", "")] = encoded(value=40)
+            changed[f"{base}/../{name}/1.png".replace("/x/..", "")] = encoded(value=40)
         elif kind == 2:
             ending = rng.choice((".png", "", ".parquet", ".pkl", ".zip", ".json"))
             changed[f"{base}/link{ending}"] = Link(rng.choice(LINKS))

@@ -305,8 +305,8 @@ def locked(folder: Path) -> object:
 
 def _locks(inputs: Sequence[Files]) -> list[Hostile]:
     holder = {"pid": 1, "host": "abacus", "since": "today", "command": "metabridge train"}
-    odd: tuple[Any, ...] = ("a\nb", "\x1b[31m", [], None, 10**400)
-    texts = [*TEXTS, *(json.dumps(holder | {key: value}).encode() for key in holder for value in odd)]
+    bad_values: tuple[Any, ...] = ("a\nb", "\x1b[31m", [], None, 10**400)
+    texts = [*TEXTS, *(json.dumps(holder | {key: value}).encode() for key in holder for value in bad_values)]
     return [Hostile({f"run/{LOCK_FILE}": text}, "refused") for text in (*texts, json.dumps(holder).encode())]
 
 

@@ -38,12 +38,12 @@ FAILURES: tuple[Kind, ...] = ("traceback", "memory", "outside", "code", "silent"
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a case: `what` describes it, `where` is a line of the library, `peak` is the memory in bytes."""
+    """The outcome of a case. `where` is a line of the library, and `peak` the memory in bytes."""
 
     reader: str
     case: int
     kind: Kind
-    what: str = ""
+    description: str = ""
     where: str = ""
     peak: int = 0
 
@@ -162,7 +162,7 @@ class Sandbox:
         self.watch.violations.clear()
         start = _reset_peak()
         kind: Kind
-        what = where = ""
+        description = where = ""
         _limit_memory(_virtual_size() + MEMORY + SPARE)
         signal.setitimer(signal.ITIMER_PROF, self.seconds)
         self.watch.active = True
@@ -172,13 +172,13 @@ class Sandbox:
             equal = digest(result) in self.valid_digests[name, case.entry]
             kind = "equal" if equal else "different"
             if case.expected == "refused" or (case.expected == "same" and not equal):
-                kind, what = "silent", f"accepted, but {_expectation(case.expected)}"
+                kind, description = "silent", f"accepted, but {_expectation(case.expected)}"
         except InputError as error:
-            kind, what = "memory" if _names_memory(error) else "refused", str(error)
+            kind, description = "memory" if _names_memory(error) else "refused", str(error)
         except MemoryError as error:
-            kind, what, where = "memory", repr(error), _line_of(error)
+            kind, description, where = "memory", repr(error), _line_of(error)
         except Exception as error:
-            kind, what, where = "traceback", f"{type(error).__name__}: {error}", _line_of(error)
+            kind, description, where = "traceback", f"{type(error).__name__}: {error}", _line_of(error)
             traceback.print_exc()
         finally:
             self.watch.active = False
@@ -186,12 +186,12 @@ class Sandbox:
             _limit_memory(resource.RLIM_INFINITY)
         peak = max(0, _peak() - start)
         if peak > MEMORY or any(_MEMORY.search(text) for text in self.log.texts):
-            kind, what = "memory", what or "more than 1 GiB was allocated or requested"
+            kind, description = "memory", description or "more than 1 GiB was allocated or requested"
         if self.watch.violations:
-            kind, what = self.watch.violations[0]
+            kind, description = self.watch.violations[0]
         if _listing(self.outside) != before:
-            kind, what = "outside", "a file next to the folder of the case was changed"
-        return Outcome(name, number, kind, what.replace(f"{self.folder}/", "")[:300], where, peak)
+            kind, description = "outside", "a file next to the folder of the case was changed"
+        return Outcome(name, number, kind, description.replace(f"{self.folder}/", "")[:300], where, peak)
 
 
 class _Log(logging.Handler):

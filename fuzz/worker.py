@@ -119,8 +119,10 @@ class Worker:
         file, line, function = library_frames[0]
         where = f"{file.rpartition('/metabridge/')[2]}:{line} in {function}"
         kind: Kind = "hang" if status == -signal.SIGPROF else "crash"
-        what = f"did not finish within {self.seconds} s" if kind == "hang" else f"the process died with status {status}"
-        return Outcome(reader, case, kind, what, where)
+        description = (
+            f"did not finish within {self.seconds} s" if kind == "hang" else f"the process died with status {status}"
+        )
+        return Outcome(reader, case, kind, description, where)
 
 
 def _forward(process: subprocess.Popen[str], lines: queue.Queue[str | None]) -> None:

@@ -11,7 +11,7 @@ from metabridge.environments import LabeledImages
 
 @pytest.fixture(scope="session", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep what tests cache apart from the user's own, unless the user names a place."""
+    """Use a temporary cache, unless METABRIDGE_CACHE is set."""
     with pytest.MonkeyPatch.context() as patch:
         if "METABRIDGE_CACHE" not in os.environ:
             patch.setenv("METABRIDGE_CACHE", str(tmp_path_factory.mktemp("cache")))
@@ -20,7 +20,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def glyphs(cache: None) -> LabeledImages:
-    """All the glyphs, drawn once a session."""
+    """All glyphs, drawn once per session."""
     return load_glyphs()
 
 
@@ -40,14 +40,14 @@ def tiny(monkeypatch: pytest.MonkeyPatch, glyphs: LabeledImages) -> None:
 def metabridge(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., tuple[int, str, str]]:
-    """Run the command line and return its exit status, what it printed and what it complained of."""
+    """Run the command line and return its exit status, its stdout and its stderr."""
 
     def call(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["metabridge", *map(str, arguments)])
         monkeypatch.setenv("COLUMNS", "250")
         with pytest.raises(SystemExit) as end:
             cli.main()
-        printed, complained = capsys.readouterr()
-        return int(end.value.code or 0), printed, complained
+        stdout, stderr = capsys.readouterr()
+        return int(end.value.code or 0), stdout, stderr
 
     return call

@@ -1,4 +1,4 @@
-"""Trainings of a few steps, on sinusoids and on images in color, and commands for such."""
+"""Short training runs on sinusoids and on color images, and arguments of `train` and `evaluate`."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ TRAIN += ("--batch-size", 2, "--model-option", "filters=6")
 EVALUATE = ("--tasks", 10, "--queries", 4, "--device", "cpu")
 
 
-class Watched:
-    """An environment that tells how often it was asked for tasks."""
+class CountingEnvironment:
+    """An environment that calls `on_sample` with the number of calls of `sample`."""
 
-    def __init__(self, environment, told=lambda count: None) -> None:
-        self.environment, self.told, self.count = environment, told, 0
+    def __init__(self, environment, on_sample=lambda count: None) -> None:
+        self.environment, self.on_sample, self.count = environment, on_sample, 0
 
     def __getattr__(self, name):
         return getattr(self.environment, name)
 
     def sample(self, tasks, generator):
         self.count += 1
-        self.told(self.count)
+        self.on_sample(self.count)
         return self.environment.sample(tasks, generator)
 
 
@@ -59,12 +59,14 @@ PHOTOGRAPHS = {"iterations": 9, "validate_every": 4, "validate_tasks": 4, "progr
 PHOTOGRAPHS["augment"] = Augment(padding=2, growth=(16, 0.4))
 
 
-def on_sinusoids(out: Path | None, told=lambda count: None, **options) -> Run:
+def on_sinusoids(out: Path | None, on_sample=lambda count: None, **options) -> Run:
     net, chosen = mlp(1, 1, width=8), method("maml", steps=1, lr=0.02)
-    return fit(net, chosen, Watched(Sinusoid(), told), validate=Sinusoid(), out=out, **SINUSOIDS | options)
+    return fit(
+        net, chosen, CountingEnvironment(Sinusoid(), on_sample), validate=Sinusoid(), out=out, **SINUSOIDS | options
+    )
 
 
-def on_colors(name: str, out: Path | None, told=lambda count: None, **options) -> Run:
+def on_colors(name: str, out: Path | None, on_sample=lambda count: None, **options) -> Run:
     """A ResNet-12 with DropBlock, running statistics and augmented images."""
     data, chosen = colors(), method(name)
     net = resnet12(3, 18, 3, widths=(8, 8, 16, 16), drop_rate=0.3, dropout=0.2)
@@ -73,7 +75,7 @@ def on_colors(name: str, out: Path | None, told=lambda count: None, **options) -
     return fit(
         net,
         chosen,
-        Watched(train, told),
+        CountingEnvironment(train, on_sample),
         validate=validate,
         out=out,
         batch_size=1 if name == "rfs" else 2,

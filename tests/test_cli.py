@@ -23,6 +23,44 @@ def test_help_of_every_command_shows_an_example(metabridge):
         assert f"Example: metabridge {name}" in printed
 
 
+def test_the_help_shows_what_to_type_for_a_value(metabridge):
+    shown = {
+        name: " ".join(metabridge(name, "--help")[1].replace("│", "").split())
+        for name in ("train", "evaluate", "score")
+    }
+    for text in shown.values():
+        assert not any(type_name in text for type_name in ("<bool", "<int", "<str", "list[", "[default"))
+    assert "--optimizer adam|adamw|radam|sgd|muon Optimizer" in shown["train"]
+    assert "--rotated-classes Add the training classes" in shown["train"]
+    assert "--teacher DIR Folder" in shown["train"]
+    assert "--training-ways INT [x>=2] Number of classes per training task" in shown["train"]
+    assert "rfs ignores it. Default: --ways." in shown["train"]
+    assert "--split train|validation|test Split of the data set. Default: test." in shown["evaluate"]
+    assert (
+        "--seed INT [x>=0] Random seed. Results are deterministic for a given seed and machine. Default: 0."
+        in shown["evaluate"]
+    )
+    assert "--mirrored Test-time" in shown["evaluate"]
+    assert "--kernel maml|anil|ntk Kernel to compute. Can be repeated. Default: all." in shown["score"]
+
+
+def test_a_name_passed_as_key_and_value_is_not_replaced_by_an_option(metabridge):
+    options = ("--method", "maml", "--device", "cpu")
+    assert metabridge("train", *options, "--lr", -1)[2].startswith("metabridge train: --lr is -1.0, but")
+    for pair in (("--option", "lr=-1"), ("--option=lr=-1",), ("-olr=-1",)):
+        assert metabridge("train", *options, *pair)[2].startswith("metabridge train: lr is -1, but")
+
+
+def test_reproduce_rejects_a_data_folder_that_does_not_exist(metabridge, tmp_path):
+    folder = tmp_path / "nodir"
+    status, _, errors = metabridge("reproduce", "glyphs", "--data", folder, "--out", tmp_path, "--device", "cpu")
+    assert (status, errors) == (
+        2,
+        f"metabridge reproduce: --data is {folder}, which does not exist. Pass a folder of data sets, or omit --data "
+        "to use the built-in glyphs.\n",
+    )
+
+
 def test_help_does_not_import_torch_or_numpy():
     program = (
         "import sys; sys.modules.update(torch=None, numpy=None, sklearn=None, matplotlib=None); "
@@ -101,17 +139,23 @@ def test_reproduce_without_matplotlib_still_writes_the_numbers(metabridge, tiny,
         ),
         (["reproduce"], "metabridge reproduce: Missing argument 'ID'"),
         (["demo", "--speed", "9"], "metabridge demo: No such option: --speed"),
-        (["demo", "--seed", "-1"], "metabridge demo: Invalid value for '--seed'"),
-        (["demo", "--device", "abacus"], "metabridge demo: Invalid value for '--device'"),
-        (["demo", "--seed", 10**20], "metabridge demo: Invalid value for '--seed'"),
-        (["train", "--size", 100_000], "metabridge train: Invalid value for '--size'"),
-        (["train", "--minutes", "nan"], "metabridge train: Invalid value for '--minutes'"),
+        (["demo", "--seed", "-1"], "metabridge demo: --seed is -1, but must be an integer of at least 0."),
+        (["demo", "--seed", "x"], "metabridge demo: --seed is x, but must be an integer of at least 0."),
+        (["demo", "--device", "abacus"], "metabridge demo: --device is abacus, but must be auto, cpu or cuda."),
         (
-            ["score", "--model", "conv4", "--adaptation-time", "nan"],
-            "metabridge score: Invalid value for '--adaptation-time'",
+            ["demo", "--seed", 10**20],
+            f"metabridge demo: --seed is {10**20}, which is too large. Use {2**63 - 1} or less.",
         ),
-        (["score", "--model", "conv4", "--ridge", "nan"], "metabridge score: Invalid value for '--ridge'"),
-        (["search", "--channels", 10**9], "metabridge search: Invalid value for '--channels'"),
+        (["train", "--size", 100_000], "metabridge train: --size is 100000, but must be an integer from 8 to 1024."),
+        (["train", "--minutes", "nan"], "metabridge train: --minutes is nan, but must be a number of at least 0."),
+        (["train", "--lr", "fast"], "metabridge train: --lr is fast, but must be a number."),
+        (
+            ["score", "--model", "conv4", "--kernel", "foo"],
+            "metabridge score: --kernel is foo, but must be maml, anil or",
+        ),
+        (["score", "--model", "conv4", "--adaptation-time", "nan"], "metabridge score: --adaptation-time is nan, but"),
+        (["score", "--model", "conv4", "--ridge", "nan"], "metabridge score: --ridge is nan, but must be a number"),
+        (["search", "--channels", 10**9], "metabridge search: --channels is 1000000000, but must be an integer from"),
         (["dance"], "metabridge: No such command 'dance'"),
     ],
 )
@@ -125,7 +169,15 @@ def test_wrong_arguments_end_with_a_message_of_one_line_and_status_2(metabridge,
 @pytest.mark.parametrize(
     ("message", "printed"),
     [
-        ("ways is 9. Use ways=7 or fewer.", "ways is 9. Use --ways 7 or fewer."),
+        ("ways is 9. Use ways=7 or fewer.", "--ways is 9. Use --ways 7 or fewer."),
+        (
+            "min_images is 0. Use a smaller min_images, or omit data.",
+            "--min-images is 0. Use a smaller --min-images, or omit --data.",
+        ),
+        ("size is 84. Leave size out.", "--size is 84. Leave --size out."),
+        ("steps is 0. Remove shots and queries.", "steps is 0. Remove --shots and --queries."),
+        ("the data set is 'x'. Remove the data set.", "--data is 'x'. Remove the data set."),
+        ("Omit classes, or use groups='hardness' (--groups hardness).", "Omit classes, or use --groups hardness."),
         ("Use min_images=3 or fewer.", "Use --min-images 3 or fewer."),
         ("Use groups='hardness'.", "Use --groups hardness."),
         ("Use adapts='head'.", "Use adapts='head'."),  # not an option of the command
@@ -194,7 +246,7 @@ def test_an_unknown_model_is_refused_before_images_are_read(metabridge, monkeypa
     monkeypatch.chdir(tmp_path)
     status, _, errors = metabridge(command, "--model", "vgg", "--device", "cpu")
     assert status == 2
-    assert errors.startswith(f"metabridge {command}: model is 'vgg'")
+    assert errors.startswith(f"metabridge {command}: --model is 'vgg'")
     assert not list(tmp_path.iterdir())
 
 
@@ -215,15 +267,19 @@ def test_whole_numbers_have_an_upper_bound(metabridge, command, options):
     for option in options.split():
         status, printed, errors = metabridge(*command, f"--{option}", 10**20)
         assert (status, printed, errors.count("\n")) == (2, "", 1)
-        assert f"Invalid value for '--{option}'" in errors
+        assert f": --{option} is {10**20}, " in errors
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--batch-size", 900_000], "batch_size is 900000, but the images of such a step take"),
+        (["--batch-size", 900_000], "--batch-size is 900000, but the images of such a step take"),
         (["--method", "rfs", "--ways", 10**6, "--model-option", "filters=100000"], "the network has more than"),
-        (["--ways", 10**6], "ways is 1000000, but split 'train' has"),
+        (["--ways", 10**6], "--ways is 1000000, but split 'train' has"),
+        (
+            ["--training-ways", 10**6],
+            "--training-ways is 1000000, but split 'train' has 709 classes. Use --training-ways 709",
+        ),
         (["--shots", 10**6], "class '"),
     ],
 )
@@ -255,4 +311,4 @@ def test_errors_of_the_system_end_with_a_message_of_one_line(metabridge, tmp_pat
 def test_an_unknown_device_is_refused_with_the_known_ones(metabridge):
     status, _, errors = metabridge("demo", "--device", "gpu")
     assert status == 2
-    assert "'gpu' is not one of 'auto', 'cpu', 'cuda'" in errors
+    assert errors == "metabridge demo: --device is gpu, but must be auto, cpu or cuda.\n"

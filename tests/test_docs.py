@@ -1,4 +1,4 @@
-"""What README and docs say is what the code does and what the results hold."""
+"""README and docs agree with the code and with the results."""
 
 from __future__ import annotations
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import inspect
 import pkgutil
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import get_args, get_type_hints
 
 import pytest
@@ -16,7 +19,7 @@ import typer
 
 import metabridge.cli
 from cases import METHODS
-from metabridge import datasets, heads, kernels, models, solvers
+from metabridge import datasets, experiments, heads, kernels, models, solvers
 from metabridge.choices import head_names, model_names
 from metabridge.cli import search_commands
 from metabridge.cli.options import app
@@ -36,19 +39,44 @@ PACKAGE = Path(metabridge.cli.__file__).parents[1]
 
 
 @cache
-def text_of_tests(folder: str) -> str:
-    """Return the text of all tests in a folder or file."""
-    path = TESTS / folder
-    files = sorted(path.rglob("*.py")) if path.is_dir() else [path]
-    return "\n".join(file.read_text(encoding="utf-8") for file in files if file != Path(__file__))
+def words_of(path: Path) -> set[str]:
+    """Return the names, keywords, imported modules and strings in the code of a file or folder."""
+    words = set()
+    for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Name(id=word) | ast.Attribute(attr=word) | ast.keyword(arg=word) | ast.Constant(value=word):
+                    words.add(word)
+                case ast.Import(names=names) | ast.ImportFrom(module=None, names=names):
+                    words.update(part for name in names for part in name.name.split("."))
+                case ast.ImportFrom(module=module, names=names):
+                    words.update([*module.split("."), *(name.name for name in names)])
+    return words
 
 
-def mentioned(word: str, folder: str) -> bool:
-    return re.search(rf"(?<![\w-]){re.escape(word)}(?![\w-])", text_of_tests(folder)) is not None
+def used(word: str, *paths: str) -> bool:
+    """Return whether the code of test files or folders contains a word, other than in comments or longer strings."""
+    return any(word in words_of(TESTS / path) for path in paths)
 
 
 def modules_of(package: object) -> list[str]:
     return [module.name for module in pkgutil.iter_modules(package.__path__)]
+
+
+def unimported(package: ModuleType) -> set[str]:
+    """Return the names of the modules of a package that none of them imports."""
+    imported = set()
+    for file in PACKAGE.glob(f"{package.__name__.rpartition('.')[2]}/*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom):
+                imported.update([node.module, *(f"{node.module}.{name.name}" for name in node.names)])
+    return {name for name in modules_of(package) if f"{package.__name__}.{name}" not in imported}
+
+
+def public_functions(module: ModuleType) -> dict[str, Callable[..., object]]:
+    """Return the public functions that a module defines, by name."""
+    functions = {name: value for name, value in vars(module).items() if inspect.isfunction(value)}
+    return {k: v for k, v in functions.items() if v.__module__ == module.__name__ and not k.startswith("_")}
 
 
 @pytest.mark.parametrize("kind", solvers.Solver.registry.values(), ids=lambda kind: kind.name)
@@ -60,7 +88,7 @@ def test_every_solver_is_exported_and_tested(kind):
 @pytest.mark.parametrize("kind", heads.Head.registry.values(), ids=lambda kind: kind.name)
 def test_every_head_is_exported_and_tested(kind):
     assert kind.__name__ in heads.__all__
-    assert mentioned(kind.__name__, "heads")
+    assert used(kind.__name__, "heads")
 
 
 @pytest.mark.parametrize("rule", OUTER_RULES)
@@ -76,6 +104,7 @@ def test_every_outer_rule_that_a_solver_names_exists():
 def test_every_reader_of_a_data_set_is_registered_and_tested():
     readers = {reader.open_source for reader in datasets.DATASETS.values()}
     registered = {getattr(reader, "func", reader) for reader in readers}
+    assert not unimported(datasets), "define open_source in the new module, and add it to DATASETS"
     for name in modules_of(datasets):
         module = importlib.import_module(f"metabridge.datasets.{name}")
         if hasattr(module, "open_source"):
@@ -86,28 +115,19 @@ def test_every_reader_of_a_data_set_is_registered_and_tested():
 def test_every_builder_of_a_network_is_registered_and_tested():
     for name in modules_of(models):
         module = importlib.import_module(f"metabridge.models.{name}")
-        for function in vars(module).values():
-            if inspect.isfunction(function) and function.__module__ == module.__name__ and _returns_network(function):
-                assert function in BUILDERS.values(), f"add {function.__name__} to BUILDERS"
-                assert hasattr(function, "__wrapped__"), f"decorate {function.__name__} with stores_build_arguments"
+        for name, function in public_functions(module).items():
+            if inspect.signature(function).return_annotation == "Network" and name != "supernet":
+                assert BUILDERS.get(name) is function, f"decorate {name} with @stores_build_arguments"
     for name in BUILDERS:
-        assert mentioned(name, "models"), f"no test of models mentions {name}"
-
-
-def _returns_network(function: object) -> bool:
-    """Return whether a function is a builder: it is public and returns a Network. Users do not choose supernets."""
-    public = not function.__name__.startswith("_") and function.__name__ != "supernet"
-    return public and inspect.signature(function).return_annotation == "Network"
+        assert used(name, "models"), f"no test of models uses {name}"
 
 
 @pytest.mark.parametrize("name", options_of(ImageTrainingConfig))
 def test_every_training_option_is_read_and_tested(name):
-    uses = (rf"\.{name}\b", rf"\b{name}=", rf"[\"']{name}[\"']")
     source = [file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py") if file.name != "config.py"]
-    assert any(re.search(uses[0], text) for text in source), f"nothing reads {name}"
-    tests = text_of_tests("training") + text_of_tests("cli")
+    assert any(re.search(rf"\.{name}\b", text) for text in source), f"nothing reads {name}"
     flags = options_of(ImageTrainingConfig)[name].metadata["flags"] or (f"--{name.replace('_', '-')}",)
-    assert any(re.search(use, tests) for use in (*uses[1:], *map(re.escape, flags))), f"no test uses {name}"
+    assert any(used(word, "training", "cli") for word in (name, *flags)), f"no test uses {name}"
 
 
 def registered_commands() -> list[typer.models.CommandInfo]:
@@ -115,28 +135,43 @@ def registered_commands() -> list[typer.models.CommandInfo]:
     return [*app.registered_commands, *(command for group in groups for command in group)]
 
 
-def test_every_module_of_commands_registers_commands():
-    modules = {command.callback.__module__.rpartition(".")[2] for command in registered_commands()}
-    assert {name for name in modules_of(metabridge.cli) if name.endswith(("_command", "_commands"))} <= modules
+def test_every_module_of_commands_is_imported_and_registers_its_functions():
+    callbacks = [command.callback for command in registered_commands()]
+    callbacks += [group.typer_instance.registered_callback.callback for group in app.registered_groups]
+    registered = {(callback.__module__, callback.__name__) for callback in callbacks}
+    assert not unimported(metabridge.cli), "import the new module in cli/__init__.py"
+    for statement in ast.parse(inspect.getsource(metabridge.cli)).body:
+        if isinstance(statement, ast.ImportFrom) and statement.module == "metabridge.cli":
+            for module in (importlib.import_module(f"metabridge.cli.{name.name}") for name in statement.names):
+                functions = public_functions(module)
+                assert functions, f"{module.__name__} has no command"
+                for name in functions:
+                    assert (module.__name__, name) in registered, (
+                        f"decorate {name} with @app.command(), or rename it _{name}"
+                    )
 
 
 def test_every_command_has_an_example_and_a_test():
     for command in registered_commands():
         name = command.name or command.callback.__name__
         assert "Example: **metabridge " in command.callback.__doc__, f"the help of {name} has no example"
-        tests = text_of_tests("cli") + text_of_tests("test_cli.py") + text_of_tests("inference")
-        assert f'"{name}"' in tests, f"no test runs {name}"
+        assert used(name, "cli", "test_cli.py", "inference"), f"no test runs {name}"
+
+
+def test_every_module_of_experiments_defines_an_experiment_or_is_imported_by_one():
+    defining = {module.rpartition(".")[2] for module in experiment_modules().values()}
+    assert unimported(experiments) <= defining, "add a line EXPERIMENT = ... to the new module"
 
 
 @pytest.mark.parametrize("name", experiment_modules())
 def test_every_experiment_is_tested(name):
     module = experiment_modules()[name].rpartition(".")[2]
-    assert mentioned(name, "experiments") or mentioned(module, "experiments")
+    assert used(name, "experiments") or used(module, "experiments")
 
 
 @pytest.mark.parametrize("mode", get_args(Mode))
 def test_every_engine_is_tested(mode):
-    assert mentioned(mode, "learners/test_engine.py")
+    assert used(mode, "learners/test_engine.py")
 
 
 @pytest.mark.parametrize("kernel", get_args(SearchKernel))
@@ -146,7 +181,7 @@ def test_every_search_kernel_has_a_proxy_and_is_tested(kernel):
     if proxy is not None:
         assert proxy.kernel == kernel
         assert proxy.from_matrices(KernelMatrices(torch.eye(4), torch.eye(4)), tasks=2, queries=1).failure is None
-    assert mentioned(kernel, "nas")
+    assert used(kernel, "nas")
 
 
 def test_commands_offer_every_kernel_and_name_every_operator():
@@ -179,7 +214,7 @@ def test_every_kernel_layer_is_exported_and_tested():
             local = inspect.isclass(kind) and kind.__module__ == module.__name__ and not kind.__name__.startswith("_")
             if local and kind not in (Activation, Layer) and not inspect.isabstract(kind) and _is_layer(kind):
                 assert kind.__name__ in kernels.__all__, f"add {kind.__name__} to kernels/__init__.py"
-                assert mentioned(kind.__name__, "kernels") or mentioned(kind.__name__.lower(), "kernels")
+                assert used(kind.__name__, "kernels") or used(kind.__name__.lower(), "kernels")
 
 
 def _is_layer(kind: type) -> bool:

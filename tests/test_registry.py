@@ -1,4 +1,4 @@
-"""What holds for every registered solver and head, so that a new one is tested without a change here."""
+"""Tests that run for every registered solver and head, including new ones."""
 
 from __future__ import annotations
 

@@ -22,12 +22,12 @@ def optimizer() -> SGD:
 
 
 def rates(scheduler: LRScheduler) -> list[float]:
-    found = []
+    learning_rates = []
     for _ in range(ITERATIONS):
-        found.append(scheduler.optimizer.param_groups[0]["lr"])
+        learning_rates.append(scheduler.optimizer.param_groups[0]["lr"])
         scheduler.optimizer.step()
         scheduler.step()
-    return found
+    return learning_rates
 
 
 @pytest.mark.parametrize(
@@ -40,12 +40,12 @@ def rates(scheduler: LRScheduler) -> list[float]:
     ],
 )
 def test_a_schedule_of_the_iteration_is_pytorchs(ours, theirs):
-    found = [ours.factor(iteration / ITERATIONS, []) for iteration in range(ITERATIONS)]
-    assert found == pytest.approx(rates(theirs(optimizer())), abs=1e-9)
+    factors = [ours.factor(iteration / ITERATIONS, []) for iteration in range(ITERATIONS)]
+    assert factors == pytest.approx(rates(theirs(optimizer())), abs=1e-9)
 
 
 def stepped(chosen: Schedule, **options) -> Trainer:
-    """A training whose steps have the rates that are asked for."""
+    """A trainer with this schedule."""
     settings = TrainingConfig(iterations=ITERATIONS, schedule=chosen, lr=1e-6, validate_tasks=2, **options)
     validate = Sinusoid() if options else None
     return Trainer(

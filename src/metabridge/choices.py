@@ -52,9 +52,9 @@ def alternatives(words: Iterable[str]) -> str:
 
 def _names_in_source(package: str, pattern: re.Pattern[str]) -> dict[str, str]:
     """Return the names that a pattern matches in the modules of a subpackage, in order, with their modules."""
-    found = {
+    modules = {
         name: f"metabridge.{package}.{file.stem}"
         for file in (Path(__file__).parent / package).glob("*.py")
         for name in pattern.findall(file.read_text(encoding="utf-8"))
     }
-    return dict(sorted(found.items()))
+    return dict(sorted(modules.items()))

@@ -32,8 +32,9 @@ class Episodes:
         InputError: If dtypes or shapes do not match.
 
     >>> import torch
+    >>> import metabridge as mb
     >>> x, y = torch.randn(4, 5, 3), torch.randint(0, 5, (4, 5))
-    >>> episodes = Episodes(support_x=x, support_y=y, query_x=x, query_y=y)
+    >>> episodes = mb.Episodes(support_x=x, support_y=y, query_x=x, query_y=y)
     >>> len(episodes), len(episodes[1:3])
     (4, 2)
     """

@@ -31,7 +31,8 @@ class InputError(ValueError):
     The message names the input and says how to correct it. The command-line interface prints it without a traceback and
     exits with status 2.
 
-    >>> raise InputError("ways is 7, but there are only 5 classes. Use ways=5 or fewer.")
+    >>> import metabridge as mb
+    >>> raise mb.InputError("ways is 7, but there are only 5 classes. Use ways=5 or fewer.")
     Traceback (most recent call last):
     metabridge.errors.InputError: ways is 7, but there are only 5 classes. Use ways=5 or fewer.
     """
@@ -78,6 +79,16 @@ def _as_float(value: object) -> float:
         return float(value) if isinstance(value, SupportsFloat) else math.nan
     except OverflowError:
         return math.inf
+
+
+def type_with_article(value: object) -> str:
+    """Return the name of the type of a value with "a" or "an", for error messages.
+
+    >>> type_with_article(1)
+    'an int'
+    """
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'AEIOUaeiou' else 'a'} {name}"
 
 
 def describe(tensor: Tensor) -> str:

@@ -52,6 +52,28 @@ def test_impossible_tasks_are_reported_with_a_reason(check, root):
     assert "train: 3 ways need 3 classes, but there are 2: use fewer ways, or add more classes." in printed
 
 
+def test_a_small_validation_split_is_a_remark(check, tmp_path):
+    classes = {"train": 3, "validation": 2, "test": 3}
+    root = write_tree(tmp_path, {f"{split}/{split}{index}": 4 for split, n in classes.items() for index in range(n)})
+    status, printed, _ = check(root, "--ways", 3, "--shots", 1, "--queries", 3)
+    assert status == 0
+    assert "validation: 2 classes, so validation tasks will have 2 ways.\nNo problems found." in printed
+
+
+def test_the_default_tasks_are_those_of_evaluate(check, tmp_path):
+    root = write_tree(tmp_path, {f"{split}/{split}{index}": 17 for split in ("train", "test") for index in range(5)})
+    status, printed, _ = check(root)
+    assert status == 1
+    assert "test: 5-shot tasks with 15 queries need 20 images per class" in printed
+
+
+def test_the_format_can_be_specified_in_two_ways(check, root):
+    expected = check(root, *TASKS)
+    assert check(f"folder:{root}", *TASKS) == check(root, *TASKS, "--format", "folder") == expected
+    status, _, errors = check(root, "--format", "png")
+    assert (status, errors[:60]) == (2, "metabridge data check: --format is 'png', but must be one of")
+
+
 def test_many_sizes_are_summarized_as_a_range(check, root):
     from PIL import Image
 

@@ -36,6 +36,15 @@ def test_evaluation_of_two_runs_tells_classes_calibration_and_paired_differences
     assert printed.splitlines()[-1] == f"All results, including the accuracy of every class, are in {file}"
 
 
+def test_only_several_runs_have_a_column_of_differences(metabridge, runs):
+    one, two = (
+        metabridge("evaluate", *names, "--shots", 1, *EVALUATE)[1] for names in ([runs["mtl"]], [runs["mtl"]] * 2)
+    )
+    assert "Test split, 5-way, 10 tasks per number of shots" in one
+    assert "difference" not in one
+    assert "difference from first run" in two
+
+
 def test_a_run_against_itself_differs_by_nothing_in_every_task(metabridge, runs, tmp_path):
     metabridge("evaluate", runs["mtl"], runs["mtl"], "--shots", 1, *EVALUATE, "--json", tmp_path / "r.json")
     assert json.loads((tmp_path / "r.json").read_text())[1]["difference"] == {"mean": 0.0, "ci95": 0.0}
@@ -60,13 +69,13 @@ def test_heads_penalties_copies_and_mirror_images_reach_the_evaluation(metabridg
     ("arguments", "complaint"),
     [
         (["--shots", "one"], "--shots is 'one', but must be integers separated by commas, such as 1,5."),
-        (["--shots", "0"], "shots is 0, but must be an integer of at least 1."),
+        (["--shots", "0"], "--shots is 0, but must be an integer of at least 1."),
         (["--shots", "1,100000000000000000000"], "--shots is 100000000000000000000, but must be 2147483647 or less."),
         (["--penalty", "0.1"], "--penalty requires a head. Select one with --head."),
-        (["--head", "centroid", "--penalty", "1"], "penalty is 1.0, but the head 'centroid' has no penalty"),
-        (["--head", "svm", "--penalty", "0"], "penalty is 0.0, but must be a positive number."),
-        (["--head", "forest"], f"head is 'forest', but must be one of {', '.join(sorted(Head.registry))}."),
-        (["--split", "dev"], "split is 'dev', but must be one of 'train'"),
+        (["--head", "centroid", "--penalty", "1"], "--penalty is 1.0, but the head 'centroid' has no penalty"),
+        (["--head", "svm", "--penalty", "0"], "--penalty is 0.0, but must be a positive number."),
+        (["--head", "forest"], f"--head is 'forest', but must be one of {', '.join(sorted(Head.registry))}."),
+        (["--split", "dev"], "--split is 'dev', but must be one of 'train'"),
         (["--queries", "100"], "class '"),
         (["--ways", "6"], "A label is 5, but the head has 5 outputs"),
         (["--copies", "1"], "augmentation is 1 copies, but this model's features depend on the task"),
@@ -84,7 +93,7 @@ def test_a_folder_that_holds_no_run_is_named(metabridge, tmp_path):
     assert (status, complained) == (
         2,
         f"metabridge evaluate: there is no run at {tmp_path / 'nothing'}. "
-        "Name the folder that training wrote (--out).\n",
+        "Pass the folder that fit(out=...) or metabridge train --out wrote.\n",
     )
 
 
@@ -129,8 +138,8 @@ def test_classes_that_a_run_was_trained_on_do_not_test_it(metabridge, photograph
         assert (
             "1 of 4 classes in the test split, such as 'train 1', have names of classes that the run in" in complained
         )
-        assert "add --allow-training-class-names if only the names are the same." in complained
-        assert metabridge(*other, "--allow-training-class-names")[0] == 0
+        assert "add --allow-same-names if only the names are the same." in complained
+        assert metabridge(*other, "--allow-same-names")[0] == 0
         assert metabridge("evaluate", out / method, *asked, "--split", "train")[0] == 0
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from metabridge.training import load
+from metabridge.training import image_training, load
 from small_runs import EVALUATE, TRAIN
 
 
@@ -33,7 +33,7 @@ def test_training_leaves_the_run_in_its_folder_and_the_same_command_does_not_tra
     assert (out / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert [json.loads(line)["iteration"] for line in (out / "metrics.jsonl").read_text().splitlines()] == [2, 4]
     best = load(out).best
-    assert f"Best score on 4 5-way validation tasks: {best!s}" in printed
+    assert f"Best score on 4 validation tasks (5-way): {best!s}" in printed
     assert f"The run is in {out}. Next: metabridge evaluate {out} --ways 5 --shots 1,5" in printed
     before = (out / "weights.safetensors").read_bytes()
     monkeypatch.setattr("metabridge.training.trainer.Trainer.step", lambda self: pytest.fail("trained again"))
@@ -106,7 +106,7 @@ def test_a_folder_with_one_class_to_validate_on_is_trained_and_judged_by_its_own
     assert f"Next: metabridge evaluate {tmp_path / 'run'} --ways 2" in printed
     status, printed, _ = metabridge("evaluate", tmp_path / "run", "--shots", 1, *EVALUATE)
     assert status == 0
-    assert "2-way tasks of the test split" in printed
+    assert "Test split, 2-way, 10 tasks per number of shots" in printed
 
 
 def test_another_setting_in_the_same_folder_is_refused(metabridge, runs):
@@ -130,6 +130,18 @@ def test_options_reach_the_method_the_model_and_the_training(metabridge, tmp_pat
     assert settings["tasks"]["data"]["name"] == "glyphs"
 
 
+def test_the_inner_solver_is_chosen_by_name_and_the_method_is_created_once(metabridge, tmp_path, monkeypatch):
+    create, names = image_training.create_method, []
+    monkeypatch.setattr(
+        image_training, "create_method", lambda name, **options: names.append(name) or create(name, **options)
+    )
+    options = ("--option", "inner=proximal", "--option", "outer=implicit", "--minutes", 0)
+    status, _, _ = metabridge(*TRAIN, "--method", "anil", *options, "--out", tmp_path / "run")
+    assert status == 0
+    assert json.loads((tmp_path / "run" / "settings.json").read_text())["method"]["inner"]["solver"] == "Proximal"
+    assert names == ["anil"]
+
+
 def test_what_is_left_out_is_what_the_method_is_usually_trained_with(metabridge, tmp_path):
     metabridge(
         "train", "--method", "rfs", "--iterations", 1, "--batch-size", 2, "--minutes", 0, "--out", tmp_path / "run"
@@ -146,7 +158,7 @@ def test_what_is_left_out_is_what_the_method_is_usually_trained_with(metabridge,
         (["--method", "magic"], "There is no method 'magic'. The methods are maml"),
         (
             ["--method", "anil", "--model", "vgg"],
-            "model is 'vgg', but must be conv4, mlp, resnet12, timm:NAME, wide or the path of an architecture.json",
+            "--model is 'vgg', but must be conv4, mlp, resnet12, timm:NAME, wide or the path of an architecture.json",
         ),
         (["--method", "anil", "--option", "stepz=3"], "anil has no option 'stepz'. Its options are lr, rates, steps"),
         (["--method", "anil", "--option", "steps"], "--option is 'steps', but must be KEY=VALUE, such as steps=5."),
@@ -154,7 +166,7 @@ def test_what_is_left_out_is_what_the_method_is_usually_trained_with(metabridge,
         (["--method", "anil", "--option", "lr=high"], "lr is 'high', but must be a positive number."),
         (["--method", "anil", "--option", "inner=5"], "inner is 5, but must be a solver such as GradientDescent()"),
         (["--method", "anil", "--option", "test_solver=5"], "test_solver is 5, but must be one of GradientDescent"),
-        (["--method", "anil", "--option", "test_solver=lasso"], "head is 'lasso', but must be one of centroid"),
+        (["--method", "anil", "--option", "test_solver=lasso"], "test_solver is 'lasso', but must be one of centroid"),
         (
             ["--method", "anil", "--option", "training_head=foo"],
             "training_head is 'foo', but must be one of 'learned', 'frozen'",
@@ -163,14 +175,17 @@ def test_what_is_left_out_is_what_the_method_is_usually_trained_with(metabridge,
         (["--method", "anil", "--option", "loss=5"], "loss is 5, but must be a function"),
         (["--method", "anil", "--model-option", "depth=3"], "conv4 has no option 'depth'."),
         (["--method", "anil", "--model-option", "filters=many"], "filters is 'many', but must be an integer"),
-        (["--schedule", "linear"], "schedule is 'linear', but must be one of constant, step, cosine, plateau."),
-        (["--optimizer", "lion"], "optimizer is 'lion', but must be one of adam, adamw, radam, sgd, muon."),
-        (["--precision", "float8"], "precision is 'float8', but must be one of float32, bfloat16."),
-        (["--lr", "-1"], "lr is -1.0, but must be a positive number."),
-        (["--data", "nowhere"], "the data set is 'nowhere', but the known data sets are"),
-        (["--size", "32"], "size is 32, but 'glyphs' does not accept it."),
-        (["--ways", "5000"], "ways is 5000, but split 'train' has"),
-        (["--iterations", "0"], "Invalid value for '--iterations'"),
+        (["--schedule", "linear"], "--schedule is 'linear', but must be one of constant, step, cosine, plateau."),
+        (["--optimizer", "lion"], "--optimizer is 'lion', but must be one of adam, adamw, radam, sgd, muon."),
+        (["--precision", "float8"], "--precision is 'float8', but must be one of float32, bfloat16."),
+        (["--lr", "-1"], "--lr is -1.0, but must be a positive number."),
+        (
+            ["--data", "nowhere"],
+            "--data is 'nowhere', which is neither the name of a data set nor an existing path. Pass",
+        ),
+        (["--size", "32"], "--size is 32, but 'glyphs' does not accept it."),
+        (["--ways", "5000"], "--ways is 5000, but split 'train' has"),
+        (["--iterations", "0"], "--iterations is 0, but must be an integer of at least 1."),
     ],
 )
 def test_what_cannot_be_trained_is_named_in_one_line_with_status_2(metabridge, glyphs, tmp_path, arguments, complaint):
@@ -184,10 +199,10 @@ def test_what_cannot_be_trained_is_named_in_one_line_with_status_2(metabridge, g
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--optimizer", "lion"], "optimizer is 'lion'"),
-        (["--lr", "-1"], "lr is -1.0"),
+        (["--optimizer", "lion"], "--optimizer is 'lion'"),
+        (["--lr", "-1"], "--lr is -1.0"),
         (["--out", __file__], f"--out is {__file__}, which is a file. Pass a folder."),
-        (["--model", "vgg"], "model is 'vgg'"),
+        (["--model", "vgg"], "--model is 'vgg'"),
         (["--model", "absent.json"], "the architecture absent.json cannot be read"),
         (["--model-option", "filter=8"], "conv4 has no option 'filter'"),
     ],
@@ -245,7 +260,7 @@ def test_what_to_do_next_can_be_pasted_though_a_path_has_blanks(metabridge, phot
     _, printed, complained = metabridge(*TRAIN, "--method", "mtl", *tasks, "--out", out)
     assert shlex.split(printed.partition("Next: metabridge ")[2])[:2] == ["evaluate", str(out)]
     assert "Only 3 validation classes: validation tasks have 3 ways." in complained
-    assert "Best score on 4 3-way validation tasks" in printed
+    assert "Best score on 4 validation tasks (3-way)" in printed
 
 
 def test_a_run_does_not_go_on_with_other_classes_though_as_many(metabridge, photographs, tmp_path):
@@ -287,3 +302,4 @@ def test_one_classifier_can_learn_from_soft_targets_and_from_a_run(metabridge, t
     status, _, complained = metabridge(*TRAIN, "--method", "anil", "--smoothing", 0.1, "--out", tmp_path / "other")
     assert status == 2
     assert "soft targets need a method whose head covers all training classes, such as mtl or rfs" in complained
+    assert complained.endswith("Remove --smoothing.\n")

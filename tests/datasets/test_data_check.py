@@ -52,6 +52,18 @@ def test_validation_may_have_fewer_classes_than_ways_but_not_one(tmp_path, class
     report = check_dataset(root, ways=3, shots=1, queries=3)
     assert [bool(split.obstacle) for split in report.splits] == [False, True, False]
     assert report.fine is fine
+    assert (report.splits[1].obstacle == "2 classes, so validation tasks will have 2 ways") is fine
+
+
+def test_validation_may_have_fewer_images_than_tasks_need(tmp_path):
+    root = write_tree(
+        tmp_path, {"train/a": 4, "train/b": 4, "validation/c": 3, "validation/d": 4, "test/e": 4, "test/f": 4}
+    )
+    report = check_dataset(root, ways=2, shots=1, queries=3)
+    assert report.fine
+    assert report.splits[1].obstacle == (
+        "1-shot tasks with 3 queries need 4 images per class, but 'c' has 3, so validation tasks can have fewer queries"
+    )
 
 
 def test_equal_images_in_two_splits_are_reported_for_any_file_format(root):

@@ -154,11 +154,11 @@ def damaged(content: bytes, how: str) -> bytes:
 
 @pytest.mark.parametrize("how", ["truncated", "overwritten", "empty", "text"])
 def test_a_damaged_cache_file_is_drawn_again(two_alphabets, tmp_path, how):
-    whole = load_glyphs(cache=tmp_path)
+    expected = load_glyphs(cache=tmp_path)
     (file,) = tmp_path.iterdir()
     file.write_bytes(damaged(file.read_bytes(), how))
-    assert torch.equal(load_glyphs(cache=tmp_path).images, whole.images)
-    assert torch.equal(load_glyphs(cache=tmp_path).images, whole.images)
+    assert torch.equal(load_glyphs(cache=tmp_path).images, expected.images)
+    assert torch.equal(load_glyphs(cache=tmp_path).images, expected.images)
     assert two_alphabets == [0, 0]
 
 
@@ -215,7 +215,9 @@ def test_a_failed_write_leaves_no_file(two_alphabets, tmp_path, monkeypatch):
 
 
 def test_an_unknown_data_set_is_rejected_with_a_list_of_the_known_ones():
-    with pytest.raises(InputError, match="the data set is 'glyph', but the known data sets are 'glyphs'"):
+    with pytest.raises(
+        InputError, match="the data set is 'glyph', which is neither the name of a data set nor an existing path"
+    ):
         load("glyph")
 
 

@@ -8,9 +8,7 @@ from metabridge.datasets import detect, load
 from metabridge.errors import InputError
 from pictures import names_in, write_tree
 
-KNOWN = (
-    "'glyphs', 'omniglot', 'mini-imagenet', 'tiered-imagenet', 'cifar-fs', 'fc100', 'fs-cifar100', 'parquet', 'folder'"
-)
+KNOWN = "glyphs, omniglot, mini-imagenet, tiered-imagenet, cifar-fs, fc100, fs-cifar100, parquet, folder"
 
 
 @pytest.fixture
@@ -63,9 +61,10 @@ def test_invalid_options_are_rejected(root, name, option, sentence):
         (
             "omniglott",
             None,
-            f"the data set is 'omniglott', but the known data sets are {KNOWN}, and there is no such path.",
+            "the data set is 'omniglott', which is neither the name of a data set nor an existing path. Pass glyphs, "
+            "the path of a folder of images, or NAME:PATH with one of the names omniglot, mini-imagenet, ",
         ),
-        ("omniglott", ".", f"the data set is 'omniglott', but the known data sets are {KNOWN}. Use one of these"),
+        ("omniglott", ".", f"the data set is 'omniglott', but must be one of {KNOWN}."),
         ("omniglot", None, "omniglot needs the folder that contains it. Use omniglot:FOLDER."),
         ("omniglot", "nowhere", "nowhere does not exist. Use the path of the data set."),
         ("omniglot:nowhere", None, "nowhere does not exist."),
@@ -81,10 +80,19 @@ def test_a_path_without_a_data_set_is_rejected_with_a_list_of_formats(tmp_path):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(InputError, match=r"contains no known data set: not omniglot, .*no parquet files, and no"):
         detect(tmp_path)
+    with pytest.raises(InputError, match=r"notes.txt is a file of no known format: not omniglot, .* or parquet\."):
+        detect(tmp_path / "notes.txt")
+
+
+def test_a_folder_without_readable_images_is_named_by_its_path(tmp_path, empty_cache):
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "1.png").write_bytes(b"no image")
+    with pytest.raises(InputError, match=rf"^{re.escape(str(tmp_path))} has no readable image \(1 tried; "):
+        load(tmp_path)
 
 
 def test_a_name_that_is_too_long_for_a_path_is_rejected():
-    with pytest.raises(InputError, match="but the known data sets are"):
+    with pytest.raises(InputError, match="neither the name of a data set nor an existing path"):
         load(5000 * "a")
 
 

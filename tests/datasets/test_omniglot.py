@@ -72,8 +72,8 @@ def test_ink_is_white_on_black_in_28_pixels(root):
 
 
 def test_rotations_are_new_classes_in_the_same_alphabet_and_split(archives):
-    plain, rotated = load("omniglot", archives), load("omniglot", archives, rotations=True)
-    assert {split: 4 * len(members) for split, members in plain.splits.items()} == {
+    original, rotated = load("omniglot", archives), load("omniglot", archives, rotations=True)
+    assert {split: 4 * len(members) for split, members in original.splits.items()} == {
         split: len(members) for split, members in rotated.splits.items()
     }
     upright, turned = (rotated.class_names.index(f"Greek/character01{end}") for end in ("", "/turned90"))

@@ -63,8 +63,8 @@ def test_images_as_bytes_and_as_separate_files_are_read(tmp_path):
     (tmp_path / "one.png").write_bytes(encoded(flat(10)))
     table = pyarrow.table({"image": [{"bytes": None, "path": "one.png"}], "label": ["cat"]})
     parquet.write_table(table, tmp_path / "train.parquet")
-    plain = pyarrow.table({"img": [encoded(flat(20))], "fine_label": ["oak"], "coarse_label": ["tree"]})
-    parquet.write_table(plain, tmp_path / "test.parquet")
+    two_labels = pyarrow.table({"img": [encoded(flat(20))], "fine_label": ["oak"], "coarse_label": ["tree"]})
+    parquet.write_table(two_labels, tmp_path / "test.parquet")
     images = load("parquet", tmp_path)
     assert (values_of(images, "cat"), values_of(images, "oak")) == ([10], [20])
 

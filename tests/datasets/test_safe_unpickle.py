@@ -63,7 +63,7 @@ class Runs:
 )
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 def test_a_pickle_that_refers_to_code_is_rejected_and_nothing_is_run(tmp_path, function, arguments, name, protocol):
-    file = tmp_path / "made"
+    file = tmp_path / "created"
     filled = [part.format(file=str(file)) if isinstance(part, str) else part for part in arguments]
     data = pickle.dumps({"data": [Runs(function, *filled)]}, protocol)
     with pytest.raises(InputError, match=rf"train\.pkl refers to .*{name.split('.')[-1]}, which is code") as caught:
@@ -85,8 +85,8 @@ def test_a_pickle_that_refers_to_code_is_rejected_and_nothing_is_run(tmp_path, f
 )
 def test_every_instruction_that_names_a_global_is_guarded(tmp_path, data):
     with pytest.raises(InputError, match="which is code, not data"):
-        unpickle(data.replace(b"{file}", bytes(tmp_path / "made")), "a.pkl")
-    assert not Path(tmp_path, "made").exists()
+        unpickle(data.replace(b"{file}", bytes(tmp_path / "created")), "a.pkl")
+    assert not Path(tmp_path, "created").exists()
 
 
 @pytest.mark.parametrize("data", [b"", b"no pickle", pickle.dumps([1, 2])[:-3], pickle.dumps(np.zeros(9))[:60]])

@@ -259,10 +259,20 @@ def test_costs_are_those_of_the_presets():
     assert 1 < by_name["anil"].training_gradients < by_name["fo-maml"].training_gradients == 6
 
 
+def test_costs_count_hessian_vector_products_and_the_parameters_that_adapt_at_test_time():
+    net = mb.models.mlp(4, 2, width=8)
+    imaml, nal = method_costs(("imaml", "nal"), net, 0)
+    assert imaml.training_gradients == 1 + 16 + 2 * 5  # 16 steps and 5 conjugate-gradient steps
+    assert (nal.adapted_parameters, nal.test_gradients) == (8 * 2 + 2, 0)  # its solver adapts only the head
+    nal, anil = method_costs(("nal", "anil"), None, 7)
+    assert (nal.adapted_parameters, nal.test_gradients, nal.training_gradients) == (7, 10, 1)
+    assert (anil.adapted_parameters, anil.test_gradients, anil.training_gradients) == (7, 5, 16)
+
+
 def test_kernel_predictions_are_compared_with_the_support_alone(monkeypatch):
     monkeypatch.setattr(advice, "TRAINING_EXAMPLES", 200)
     predictions = predict_with_kernels(mb.kernels.fully_connected_kernel(depth=3), Quadratic(), seed=0)
-    assert [prediction.method for prediction in predictions] == ["support alone", "mtl", "anil", "maml"]
+    assert [prediction.method for prediction in predictions] == ["no meta-training", "mtl", "anil", "maml"]
     assert predictions[0].gain == 0
     assert predictions[1].gain == pytest.approx(
         predictions[0].mean - predictions[1].mean
@@ -421,7 +431,7 @@ def test_nothing_is_recommended_if_there_are_problems():
 
 def test_maml_is_recommended_if_its_kernel_prediction_is_clearly_better():
     def kernels(gain: float, margin: float = 0.1) -> list[KernelPrediction]:
-        gains = {"support alone": 0.0, "mtl": 0.05, "anil": 0.3, "maml": gain}
+        gains = {"no meta-training": 0.0, "mtl": 0.05, "anil": 0.3, "maml": gain}
         return [KernelPrediction(name, "accuracy", 0.5, 0.1, value, margin) for name, value in gains.items()]
 
     diagnosis = make_prediction(9.0, [9.0])
@@ -429,9 +439,11 @@ def test_maml_is_recommended_if_its_kernel_prediction_is_clearly_better():
     assert make_advice(diagnosis, *kernels(0.4)).method == "anil"
     assert make_advice(diagnosis, *kernels(0.1)).method == "anil"
     assert make_advice(make_prediction(1.0, [1.0]), *kernels(0.5)).method == "nal"
-    reason = "according to the infinite-width kernel predictions, {} better than regression on the support set "
-    reason += "without meta-training"
-    assert reason.format("ANIL, MAML are") in make_advice(diagnosis, *kernels(0.5)).reasons
+    reason = "according to the infinite-width kernel predictions, {} significantly better than "
+    reason += "regression on the support set without meta-training"
+    assert reason.format("ANIL and MAML are") in make_advice(diagnosis, *kernels(0.5)).reasons
+    everything = make_advice(diagnosis, *kernels(0.5, margin=0.01)).reasons
+    assert reason.format("MTL, ANIL and MAML are") in everything
     assert reason.format("ANIL is") in make_advice(diagnosis, *kernels(0.1)).reasons
     assert reason.format("no method is") in make_advice(diagnosis, *kernels(0.1, margin=1.0)).reasons
 

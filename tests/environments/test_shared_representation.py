@@ -98,6 +98,10 @@ def test_training_on_a_pool_lowers_the_loss():
         (lambda: SharedRepresentation(variances=()), "variances has 0 entries"),
         (lambda: SharedRepresentation(noise=-1.0), "noise is -1.0, but must be a finite number"),
         (lambda: SharedRepresentation(mean=(1.0,)), "mean has 1 entries, but variances has 5."),
+        (
+            lambda: SharedRepresentation(variances=(1.0,), mean=(math.nan,)),
+            "mean is (nan,), but all entries must be finite",
+        ),
         (lambda: SharedRepresentation(shots=0), "shots is 0, but must be"),
         (lambda: SharedRepresentation(pool=0), "pool is 0, but must be"),
         (lambda: SharedRepresentation(pool=3).sample(4, seeded()), "tasks is 4, but the pool has 3."),

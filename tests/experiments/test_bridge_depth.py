@@ -7,7 +7,7 @@ from metabridge.experiments import ExperimentOptions, bridge_depth
 from metabridge.experiments.bridge_depth import (
     EXPERIMENT,
     NETS,
-    Run,
+    KernelMeasurements,
     Settings,
     Spectra,
     gap_rows,
@@ -26,10 +26,10 @@ def outcome():
         return EXPERIMENT.run(ExperimentOptions("quick"))
 
 
-def exact_runs(depth: int, factor: float, points: int) -> list[Run]:
+def exact_runs(depth: int, factor: float, points: int) -> list[KernelMeasurements]:
     """Return two runs in which every quantity equals its limit."""
     largest, smallest = (factor * limit * depth for limit in ((points + 3) / 4, 3 / 4))
-    return [Run(1 / depth, smallest, largest, smallest - 0.5, largest - 5, depth**-2.0)] * 2
+    return [KernelMeasurements(1 / depth, smallest, largest, smallest - 0.5, largest - 5, depth**-2.0)] * 2
 
 
 def test_eigenvalues_are_divided_by_the_diagonal_of_the_kernel():

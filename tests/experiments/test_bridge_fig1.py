@@ -30,13 +30,13 @@ def test_the_gap_equals_its_closed_form_with_inverse_kernels():
     """At λτ = 0, F_ANIL − F_MTL = Φ'(Θ⁻¹ − Φ_MTL⁻¹)Y (Wang et al. 2021, eq. 67)."""
     kernel = fully_connected_kernel(depth=3)
     train, test = regression_tasks(0, 4, 3, "cpu")
-    whole = train.without_split()
-    theta, phi = anil_kernel(kernel, whole.support_x, 0.0), mtl_kernel(kernel, whole.support_x)
-    weights = (torch.linalg.inv(theta) - torch.linalg.inv(phi)) @ whole.support_y.flatten(0, 1)
+    unsplit = train.without_split()
+    theta, phi = anil_kernel(kernel, unsplit.support_x, 0.0), mtl_kernel(kernel, unsplit.support_x)
+    weights = (torch.linalg.inv(theta) - torch.linalg.inv(phi)) @ unsplit.support_y.flatten(0, 1)
     gaps = []
     for query, support in zip(test.query_x, test.support_x):
         at_query, at_support = (
-            torch.sub(*kernel.both(points, whole.support_x.flatten(0, 1))) @ weights for points in (query, support)
+            torch.sub(*kernel.both(points, unsplit.support_x.flatten(0, 1))) @ weights for points in (query, support)
         )
         explained = kernel.nngp(query, support) @ torch.linalg.solve(kernel.nngp(support), at_support)
         gaps.append((at_query - explained).norm())
@@ -55,7 +55,7 @@ def test_labels_of_training_tasks_have_unit_variance_and_tasks_the_sizes_of_the_
 def test_the_inner_time_cancels_unless_there_is_a_ridge_or_training_stops_early(outcome):
     none, half = outcome.data.converged.values()
     assert half == pytest.approx(none, rel=1e-6)
-    for curves in (outcome.data.ridges, outcome.data.stopped):
+    for curves in (outcome.data.with_ridge, outcome.data.early_stopped):
         for curve in curves.values():
             assert all(abs(b / a - 1) > 0.05 for a, b in zip(*curve.values()))
 
@@ -75,7 +75,7 @@ def test_the_gap_of_a_wider_net_is_nearer_to_the_gap_at_infinite_width():
 
 def test_every_gap_has_a_row_with_its_reference(outcome):
     rows = by_name(outcome.result.rows)
-    for name, gaps in outcome.data.depths.items():
+    for name, gaps in outcome.data.by_depth.items():
         for depth, values in gaps.items():
             row = rows[f"{name}, L = {depth}"]
             assert row.ours == pytest.approx(sum(values) / len(values))

@@ -65,7 +65,7 @@ def test_predicted_orders_are_compared_with_all_trained_networks_of_the_data(out
     assert set(orders) == {(net, source) for net in nets for source in ("formulas", "kernels")}
     assert orders[nets[0], "formulas"].accuracy == ACCURACIES
     assert orders[nets[1], "kernels"].accuracy == {name.lower(): value for name, value in NETS.items()}
-    assert "support alone" not in orders[nets[0], "kernels"].predicted
+    assert "no meta-training" not in orders[nets[0], "kernels"].predicted
 
 
 def test_an_order_counts_the_pairs_that_are_right():

@@ -84,8 +84,8 @@ def test_centered_targets_shift_all_outputs_of_a_query_equally(kernel_method):
 
     train, test = three_ways(3, 0), three_ways(4, 1)
     learner = candidate_learners(fully_connected_kernel(depth=3), kernel_method)[0]
-    plain, centered = (learner.fit(valued(train, by)).predict(valued(test, by)) for by in (0, 1 / 3))
-    change = plain - centered
+    uncentered, centered = (learner.fit(valued(train, by)).predict(valued(test, by)) for by in (0, 1 / 3))
+    change = uncentered - centered
     assert torch.allclose(change, change[..., :1].expand_as(change), atol=1e-9)
 
 

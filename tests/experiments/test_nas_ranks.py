@@ -44,30 +44,32 @@ def architectures(outcome: Outcome) -> tuple[ScoredArchitecture, ...]:
 def test_every_proxy_is_correlated_and_trained_architectures_are_stored(small, monkeypatch, tmp_path):
     with pytest.raises(InputError, match="nas-ranks has trained 0 architectures, but needs at least 3"):
         run(tmp_path, minutes=0)
-    whole = run(tmp_path)
-    assert {row.name for row in whole.result.rows[:-2]} == {
+    complete = run(tmp_path)
+    assert {row.name for row in complete.result.rows[:-2]} == {
         f"{proxy}, {kind}" for proxy in PROXIES for kind in ("Spearman", "Kendall")
     }
-    assert all(set(scored.proxies) == set(PROXIES) for scored in architectures(whole))
-    assert len({scored.architecture for scored in architectures(whole)}) == 4
-    load_experiment("nas-ranks").draw(whole, tmp_path / "figure.png")
+    assert all(set(scored.proxies) == set(PROXIES) for scored in architectures(complete))
+    assert len({scored.architecture for scored in architectures(complete)}) == 4
+    load_experiment("nas-ranks").draw(complete, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(nas_ranks_training_runs, "image_trainer", lambda *_, **__: pytest.fail("trained"))
-    assert run(tmp_path).result == whole.result
+    assert run(tmp_path).result == complete.result
     monkeypatch.setitem(SETTINGS, "quick", replace(SETTINGS["quick"], architectures=3))
-    assert architectures(run(tmp_path)) == architectures(whole)[:3]
+    assert architectures(run(tmp_path)) == architectures(complete)[:3]
 
 
 def test_an_architecture_that_the_record_lacks_is_trained_even_if_later_ones_are_stored(small, tmp_path):
-    whole = architectures(run(tmp_path))
+    complete = architectures(run(tmp_path))
     (file,) = (tmp_path / "records").iterdir()
     record = json.loads(file.read_text())
     file.write_text(json.dumps({**record, "judged": record["judged"][1:]}))
-    assert {scored.architecture for scored in architectures(run(tmp_path))} == {scored.architecture for scored in whole}
+    assert {scored.architecture for scored in architectures(run(tmp_path))} == {
+        scored.architecture for scored in complete
+    }
 
 
 def test_records_of_older_versions_are_read(small, tmp_path):
-    whole = run(tmp_path)
+    complete = run(tmp_path)
     (file,) = (tmp_path / "records").iterdir()
     record = json.loads(file.read_text())
     assert list(record) == ["name", "plan", "environment", "judged"]
@@ -75,7 +77,7 @@ def test_records_of_older_versions_are_read(small, tmp_path):
     training["batch"] = training.pop("batch_size")
     del training["ema_decay"], training["soft_targets"]
     file.write_text(json.dumps(record))
-    assert run(tmp_path).result == whole.result
+    assert run(tmp_path).result == complete.result
 
 
 def test_failed_proxies_rank_last():

@@ -25,8 +25,8 @@ def test_an_interrupted_search_resumes_and_finds_the_same_cells(glyphs, monkeypa
             yield candidate
 
     monkeypatch.setattr(ProxyEvaluator, "__call__", record_candidates)
-    options = ExperimentOptions("quick", out=tmp_path / "whole", progress=False, only=("search-regions-5-0",))
-    whole = load_experiment("nas-fig2").run(options)
+    options = ExperimentOptions("quick", out=tmp_path / "uninterrupted", progress=False, only=("search-regions-5-0",))
+    uninterrupted = load_experiment("nas-fig2").run(options)
     expected, evaluated[:] = list(evaluated), []
     interrupted = replace(options, out=tmp_path / "interrupted")
     for _ in range(3):
@@ -34,7 +34,7 @@ def test_an_interrupted_search_resumes_and_finds_the_same_cells(glyphs, monkeypa
             load_experiment("nas-fig2").run(replace(interrupted, minutes=0))
     assert len(evaluated) == 3
     resumed = load_experiment("nas-fig2").run(interrupted)
-    first, second = (outcome.data["search-regions-5-0"] for outcome in (whole, resumed))
+    first, second = (outcome.data["search-regions-5-0"] for outcome in (uninterrupted, resumed))
     assert first.architecture == second.architecture
     assert first.evaluated == second.evaluated == len(expected)
     assert sorted(evaluated, key=str) == sorted(expected, key=str)

@@ -308,8 +308,8 @@ def test_a_hinge_svm_that_is_not_solved_logs_one_warning(monkeypatch, caplog):
 def test_a_head_warns_if_its_objective_is_more_than_1e_5_above_the_minimum(monkeypatch, caplog):
     tasks, minimize = gaussian_tasks(2, [3, 3], 4), newton.minimize
     for missing, warnings in ((0.9e-5, 0), (1.1e-5, 1)):
-        left = torch.tensor([[0.0], [missing]])
-        monkeypatch.setattr(newton, "minimize", lambda *given: (minimize(*given)[0], left))  # noqa: B023
+        gap = torch.tensor([[0.0], [missing]])
+        monkeypatch.setattr(newton, "minimize", lambda *args: (minimize(*args)[0], gap))  # noqa: B023
         LogisticRegression().fit(tasks.x, tasks.y, tasks.ways)
         assert len(caplog.records) == warnings
 
@@ -427,7 +427,7 @@ def test_the_hinge_svm_of_raw_features_equals_svc_of_standardized_ones(raw, shot
 
 
 def nonnegative_dual(points: np.ndarray, sign: np.ndarray, C: float, queries: np.ndarray) -> np.ndarray:
-    """Return the decisions of the squared hinge with a penalised bias, by non-negative least squares."""
+    """Return the decisions of the squared hinge with a penalized bias, by non-negative least squares."""
     points, queries = (np.c_[part, np.ones(len(part))] for part in (points, queries))
     size = np.abs(points).max()
     soft = np.sqrt(2 * C) * size

@@ -86,7 +86,18 @@ def test_adapt_warns_that_images_are_predicted_together(on_cpu, anil, folders, t
     )
     assert status == 0
     assert errors.startswith("Note: the batch norm of this network uses batch statistics")
+    assert "or train with --statistics running to predict each image independently." in errors
     assert errors.count("\n") == 1
+
+
+def test_adapt_names_the_support_folder_if_the_head_has_another_number_of_classes(on_cpu, anil, folders, tmp_path):
+    shutil.copytree(folders / "support", tmp_path / "support")
+    shutil.rmtree(min((tmp_path / "support").iterdir()))
+    classes = len(list((tmp_path / "support").iterdir()))
+    status, _, errors = on_cpu("adapt", anil, "--support", tmp_path / "support", "--query", folders / "query")
+    assert status == 2
+    assert errors.startswith(f"metabridge adapt: --support has {classes} classes, but the run was trained for ")
+    assert "or use --head logistic, which fits a new head" in errors
 
 
 @pytest.fixture

@@ -348,10 +348,10 @@ def test_no_points_give_an_empty_kernel() -> None:
 
 
 def test_pooling_of_one_pixel_changes_nothing() -> None:
-    plain = convolutional_kernel([Conv(3), ReLU(), Flatten(), Dense()])
+    unpooled = convolutional_kernel([Conv(3), ReLU(), Flatten(), Dense()])
     pooled = convolutional_kernel([Conv(3), ReLU(), AveragePool(1), Flatten(), Dense()])
-    x = points(plain, 3)
-    torch.testing.assert_close(plain.ntk(x), pooled.ntk(x))
+    x = points(unpooled, 3)
+    torch.testing.assert_close(unpooled.ntk(x), pooled.ntk(x))
 
 
 def test_zero_points_have_a_kernel_if_there_is_a_bias() -> None:
@@ -384,7 +384,8 @@ ONES = torch.ones(2, 3)
         (lambda: residual_kernel(200).ntk(ONES), "overflows torch.float32"),
         (lambda: fully_connected_kernel(0), "depth is 0"),
         (lambda: residual_kernel(0), "depth is 0"),
-        (lambda: fully_connected_kernel(2, "tanh"), "must be one of relu"),
+        (lambda: fully_connected_kernel(2, "tanh"), "activation is 'tanh', but must be one of relu"),
+        (lambda: fully_connected_kernel(2, ["relu"]), r"activation is \['relu'\], but must be one of relu"),
         (lambda: fully_connected_kernel(2, weight_variance=0.0), "weight_variance is 0.0"),
         (lambda: fully_connected_kernel(2, bias_variance=-1.0), "bias_variance is -1.0"),
         (lambda: conv4_kernel("max"), "pooling is 'max'"),
@@ -410,12 +411,12 @@ def test_invalid_input_is_reported(compute: Callable[[], Tensor], message: str) 
 
 def test_pooling_in_a_residual_branch_uses_every_pair_of_pixels() -> None:
     """Pooling over windows of one pixel is the identity, but is defined only on covariances of all pairs of pixels."""
-    plain, pooled = (
+    unpooled, pooled = (
         convolutional_kernel([Conv(3), Residual((ReLU(), *pool, Conv(3))), ReLU(), Flatten(), Dense()])
         for pool in ((), (AveragePool(1),))
     )
-    x = points(plain, 3)
-    torch.testing.assert_close(pooled.ntk(x), plain.ntk(x))
+    x = points(unpooled, 3)
+    torch.testing.assert_close(pooled.ntk(x), unpooled.ntk(x))
 
 
 def test_layer_norm_makes_the_kernel_independent_of_the_scale_of_points() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from metabridge import Engine, Episodes, method, parameters
-from metabridge.kernels import EmpiricalKernel, anil_kernel, fully_connected_kernel, mtl_kernel, split_kernel
+from metabridge.kernels import EmpiricalKernel, anil_kernel, fully_connected_kernel, meta_ntk, mtl_kernel
 from metabridge.kernels.finite_width import (
     CenteredTraining,
     ConvergenceRate,
@@ -53,12 +53,12 @@ def fall_with_width(means):
     return all(wider < 0.7 * narrower for narrower, wider in pairwise(means))
 
 
-def test_split_kernel_of_a_finite_net_approaches_the_metantk_by_second_order_gradients(episodes):
+def test_meta_ntk_of_a_finite_net_approaches_the_metantk_by_second_order_gradients(episodes):
     """Wang et al. 2022, eq. 106 with the empirical NTK, against eq. 4: they differ as the NTK changes in adaptation."""
     maml = method("maml", **INNER)
 
     def compare(net):
-        composed = split_kernel(EmpiricalKernel(net), episodes.query_x, episodes.support_x, adapts="all", time=TIME)
+        composed = meta_ntk(EmpiricalKernel(net), episodes.query_x, episodes.support_x, adapts="all", time=TIME)
         return empirical_meta_ntk(maml, net, parameters(maml, net), episodes), composed
 
     means = mean_errors(compare)

@@ -70,12 +70,12 @@ def test_conjugate_gradient_logs_incomplete_convergence(caplog):
 @pytest.mark.parametrize("factor", [1.0, 2.5])
 def test_points_equal_up_to_a_factor_are_named(factor):
     x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
-    plain, biased = fully_connected_kernel(depth=3), fully_connected_kernel(depth=3, bias_variance=0.1)
-    check_duplicates(plain, x, "the training tasks")
+    unbiased, biased = fully_connected_kernel(depth=3), fully_connected_kernel(depth=3, bias_variance=0.1)
+    check_duplicates(unbiased, x, "the training tasks")
     x[4] = factor * x[1]
     message = "points 1 and 4 of the training tasks are equal up to a positive factor"
     with pytest.raises(InputError, match=message):
-        check_duplicates(plain, x, "the training tasks")
+        check_duplicates(unbiased, x, "the training tasks")
     if factor == 1:
         with pytest.raises(InputError, match=message):
             check_duplicates(biased, x, "the training tasks")

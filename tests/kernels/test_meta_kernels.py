@@ -7,16 +7,16 @@ import torch
 from scipy.linalg import expm
 
 from metabridge import InputError
-from metabridge.kernels import fully_connected_kernel
+from metabridge.kernels import EmpiricalKernel, fully_connected_kernel
 from metabridge.kernels.meta_kernels import (
     adaptation_operator,
     anil_kernel,
     block_diagonal_product,
     diagonal_blocks,
+    meta_ntk,
     mtl_kernel,
     query_residual_operator,
     residual_decay,
-    split_kernel,
 )
 from metabridge.models import wide
 
@@ -47,9 +47,34 @@ def test_adaptation_and_decay_equal_their_definition_by_gradient_flow(tasks, tim
 def test_adaptation_for_a_short_time_equals_the_time_even_for_a_singular_matrix():
     ones = torch.ones(2, 2, dtype=torch.float64)
     assert torch.allclose(adaptation_operator(ones, 1e-12), 1e-12 * torch.eye(2, dtype=torch.float64), rtol=1e-9)
-    with pytest.raises(InputError, match="a support set of 2 points has a Gram matrix that cannot be inverted"):
+    with pytest.raises(InputError, match="the Gram matrix of the support set is singular"):
         adaptation_operator(ones, math.inf)
     assert torch.isfinite(adaptation_operator(ones, math.inf, ridge=0.1)).all()
+
+
+def test_the_error_for_a_singular_gram_matrix_names_the_task_and_does_not_need_two_points():
+    grams = torch.stack([torch.eye(3), torch.tensor([[1.0, 0.0, 0.0], [0.0, 2.0, 2.0], [0.0, 2.0, 2.0]])])
+    with pytest.raises(InputError, match=r"of task 1 is singular\. The most similar of its 3 points are 1 and 2"):
+        adaptation_operator(grams, math.inf)
+    with pytest.raises(InputError, match="is singular: its only point has the kernel value 0"):
+        adaptation_operator(torch.zeros(1, 1), math.inf)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_residual_in_the_null_space_of_a_gram_matrix_remains_at_infinite_time(dtype):
+    x = torch.randn(5, 3, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    gram = x @ x.mT  # of rank 3
+    limit = torch.eye(5, dtype=dtype) - x @ torch.linalg.pinv(x)
+    assert torch.allclose(residual_decay(gram, math.inf), limit, atol=1e-5)
+    assert torch.allclose(residual_decay(gram, 1e3), limit, atol=1e-3)
+    assert torch.allclose(residual_decay(gram, math.inf, ridge=1e-9), limit, atol=1e-3)
+
+
+def test_anil_kernel_at_infinite_time_is_the_limit_of_long_times_if_the_features_are_of_low_rank(tasks):
+    kernel = EmpiricalKernel(wide(5, width=2, depth=2).double())  # two features of four points
+    limit = anil_kernel(kernel, tasks[0], math.inf)
+    assert limit.norm() > 1
+    torch.testing.assert_close(limit, anil_kernel(kernel, tasks[0], 1e6), rtol=1e-6, atol=1e-6)
 
 
 def test_mtl_kernel_is_the_ntk_within_tasks_and_its_body_part_between_tasks(tasks):
@@ -78,11 +103,11 @@ def test_anil_kernel_applies_the_decay_of_both_tasks(tasks):
 
 @pytest.mark.parametrize("time", [0.3, math.inf])
 @pytest.mark.parametrize("adapts", ["all", "head"])
-def test_split_kernel_equals_its_four_terms(tasks, adapts, time):
+def test_meta_ntk_equals_its_four_terms(tasks, adapts, time):
     """Wang et al. 2022, eq. 106, and eq. 112 for ANIL."""
     (x, support), ntk = tasks, KERNEL.ntk
     inner = ntk if adapts == "all" else KERNEL.nngp
-    result = split_kernel(KERNEL, x, support, adapts=adapts, time=time)
+    result = meta_ntk(KERNEL, x, support, adapts=adapts, time=time)
     for i in range(3):
         for j in range(3):
             a = inner(x[i], support[i]) @ adaptation_operator(inner(support[i]), time)
@@ -95,7 +120,7 @@ def test_split_kernel_equals_its_four_terms(tasks, adapts, time):
             )
             assert torch.allclose(result[4 * i : 4 * i + 4, 4 * j : 4 * j + 4], terms, atol=1e-10)
     assert is_positive_semidefinite(result)
-    single = split_kernel(KERNEL, x[:1], support[:1], (x[1:], support[1:]), adapts=adapts, time=time)
+    single = meta_ntk(KERNEL, x[:1], support[:1], (x[1:], support[1:]), adapts=adapts, time=time)
     assert torch.allclose(single, result[:4, 4:], atol=1e-10)
 
 

@@ -46,8 +46,9 @@ def test_the_representation_of_an_adapted_network_is_short():
     net, episodes = mlp(4, 3), clusters((4,), tasks=1).to(dtype=torch.float32)
     x, y = episodes.support_x[0], episodes.support_y[0]
     anil, with_svm = method("anil"), method("anil", test_solver="svm")
-    assert repr(adapt(anil, net, parameters(anil, net), x, y)) == "Adapted(mlp)"
-    assert repr(adapt(with_svm, net, parameters(with_svm, net), x, y)) == "Adapted(mlp, with a test-time head)"
+    assert repr(adapt(anil, net, parameters(anil, net), x, y)) == "Adapted(anil, mlp)"
+    adapted = adapt(with_svm, net, parameters(with_svm, net), x, y)
+    assert repr(adapted) == "Adapted(adapts='head', mlp, with a test-time head)"
 
 
 @pytest.mark.parametrize(

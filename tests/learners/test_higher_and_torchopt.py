@@ -13,7 +13,7 @@ from metabridge.learners import Engine, method, parameters
 LR, STEPS = 0.05, 4
 
 
-def plain_twin(net, shape) -> nn.Module:
+def in_pytorch(net, shape) -> nn.Module:
     """Return the same network made of PyTorch's layers, with the same weights in the same order."""
     if len(shape) == 1:
         layers = [nn.Flatten(), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 6), nn.Tanh()]
@@ -23,42 +23,42 @@ def plain_twin(net, shape) -> nn.Module:
             norm = nn.BatchNorm2d(4, track_running_stats=False)
             layers += [nn.Conv2d(inputs, 4, 3, padding=1, bias=False), norm, nn.ReLU(), nn.MaxPool2d(2)]
         layers.append(nn.Flatten())
-    twin = nn.Sequential(nn.Sequential(*layers), nn.Linear(net.head.in_features, net.head.out_features)).double()
+    reference = nn.Sequential(nn.Sequential(*layers), nn.Linear(net.head.in_features, net.head.out_features)).double()
     with torch.no_grad():
-        for source, copy in zip(net.parameters(), twin.parameters(), strict=True):
+        for source, copy in zip(net.parameters(), reference.parameters(), strict=True):
             copy.copy_(source)
-    return twin
+    return reference
 
 
-def with_higher(twin, episodes, head_only):
+def with_higher(reference, episodes, head_only):
     higher = pytest.importorskip("higher")
     for task in range(len(episodes)):
-        module = twin[1] if head_only else twin
-        support = twin[0](episodes.support_x[task]) if head_only else episodes.support_x[task]
+        module = reference[1] if head_only else reference
+        support = reference[0](episodes.support_x[task]) if head_only else episodes.support_x[task]
         inner = torch.optim.SGD(module.parameters(), lr=LR)
         with higher.innerloop_ctx(module, inner, copy_initial_weights=False) as (fast, step):
             for _ in range(STEPS):
                 step.step(F.cross_entropy(fast(support), episodes.support_y[task]))
-            query = twin[0](episodes.query_x[task]) if head_only else episodes.query_x[task]
+            query = reference[0](episodes.query_x[task]) if head_only else episodes.query_x[task]
             (F.cross_entropy(fast(query), episodes.query_y[task]) / len(episodes)).backward()
-    return [value.grad for value in twin.parameters()]
+    return [value.grad for value in reference.parameters()]
 
 
-def with_torchopt(twin, episodes, head_only):
+def with_torchopt(reference, episodes, head_only):
     torchopt = pytest.importorskip("torchopt")
     for task in range(len(episodes)):
-        module = twin[1] if head_only else twin
-        support = twin[0](episodes.support_x[task]) if head_only else episodes.support_x[task]
+        module = reference[1] if head_only else reference
+        support = reference[0](episodes.support_x[task]) if head_only else episodes.support_x[task]
         inner = torchopt.MetaSGD(module, lr=LR)
         start = torchopt.extract_state_dict(module, by="reference"), torchopt.extract_state_dict(inner, by="reference")
         for _ in range(STEPS):
             inner.step(F.cross_entropy(module(support), episodes.support_y[task]))
-        query = twin[0](episodes.query_x[task]) if head_only else episodes.query_x[task]
+        query = reference[0](episodes.query_x[task]) if head_only else episodes.query_x[task]
         loss = F.cross_entropy(module(query), episodes.query_y[task]) / len(episodes)
         torchopt.recover_state_dict(module, start[0])
         torchopt.recover_state_dict(inner, start[1])
         loss.backward()
-    return [value.grad for value in twin.parameters()]
+    return [value.grad for value in reference.parameters()]
 
 
 @pytest.mark.parametrize("library", [with_higher, with_torchopt])
@@ -69,8 +69,8 @@ def test_meta_gradients_agree_with_other_libraries(name, net_name, library):
     net, episodes = case.make(), clusters(case.shape)
     learner = method(name, steps=STEPS, lr=LR)
     params = parameters(learner, net)
-    twin = plain_twin(net, case.shape)
-    expected = torch.cat([value.flatten() for value in library(twin, episodes, name == "anil")])
+    reference = in_pytorch(net, case.shape)
+    expected = torch.cat([value.flatten() for value in library(reference, episodes, name == "anil")])
     for mode, flat in [("loop", False), ("loop", True), ("vectorized", False), ("workers", True)]:
         gradients = Engine(learner, net, mode=mode, flat=flat)(params, episodes).gradients
         actual = torch.cat([gradients[n].flatten() for n, _ in net.named_parameters()])

@@ -103,9 +103,9 @@ def test_meta_gradient_matches_finite_differences_on_every_engine(name, net_name
         assert float(result.loss) == pytest.approx(float(results["loop", False].loss), rel=1e-12)
 
     if name == "reptile":
-        whole = episodes.without_split()
-        plain = method("nal")
-        function = lambda p: 0.1 * compute(plain, net, p, whole).loss  # noqa: E731
+        unsplit = episodes.without_split()
+        nal = method("nal")
+        function = lambda p: 0.1 * compute(nal, net, p, unsplit).loss  # noqa: E731
     else:
         function = objective(learner, net, params, episodes)
     gradients = results["loop", False].gradients
@@ -174,8 +174,8 @@ def test_reptile_gradient_is_the_displacement_of_several_steps():
     net, episodes = smooth_mlp(), clusters((4,), tasks=1)
     learner = METHODS["reptile"]
     params = parameters(learner, net)
-    whole = episodes.without_split()
-    shifted = adapt(learner, net, params, whole.support_x[0], whole.support_y[0]).params
+    unsplit = episodes.without_split()
+    shifted = adapt(learner, net, params, unsplit.support_x[0], unsplit.support_y[0]).params
     expected = {name: params[name].detach() - shifted[name] for name in shifted}
     assert relative(flattened(compute(learner, net, params, episodes).gradients), flattened(expected)) < 1e-12
 
@@ -214,16 +214,16 @@ def test_gathered_rows_of_multi_task_learning_equal_separate_heads():
     net, episodes = smooth_mlp(), clusters((4,))
     learner = METHODS["mtl"]
     params = parameters(learner, net, classes=CLASSES)
-    whole = episodes.without_split()
-    heads = {(t, w): params["heads.weight"][c] for t, row in enumerate(whole.classes) for w, c in enumerate(row)}
+    unsplit = episodes.without_split()
+    heads = {(t, w): params["heads.weight"][c] for t, row in enumerate(unsplit.classes) for w, c in enumerate(row)}
     losses = []
-    for task in range(len(whole)):
-        features = apply_features(net, params, whole.support_x[task])
+    for task in range(len(unsplit)):
+        features = apply_features(net, params, unsplit.support_x[task])
         outputs = [
-            features @ heads[task, way] + params["heads.bias"][whole.classes[task, way]]
-            for way in range(whole.classes.shape[1])
+            features @ heads[task, way] + params["heads.bias"][unsplit.classes[task, way]]
+            for way in range(unsplit.classes.shape[1])
         ]
-        losses.append(task_loss(torch.stack(outputs, dim=-1), whole.support_y[task]))
+        losses.append(task_loss(torch.stack(outputs, dim=-1), unsplit.support_y[task]))
     names = ["features.1.weight", "heads.weight", "heads.bias"]
     expected = torch.autograd.grad(sum(losses) / len(losses), [params[name] for name in names])
     result = compute(learner, net, params, episodes, "vectorized")
@@ -235,9 +235,9 @@ def test_rfs_is_one_classifier_over_all_training_classes():
     net, episodes = smooth_mlp(), clusters((4,), tasks=1)
     learner = METHODS["rfs"]
     params = parameters(learner, net, classes=CLASSES)
-    whole = episodes.without_split()
-    logits = apply_features(net, params, whole.support_x[0]) @ params["heads.weight"].T + params["heads.bias"]
-    expected = task_loss(logits, whole.classes[0][whole.support_y[0]])
+    unsplit = episodes.without_split()
+    logits = apply_features(net, params, unsplit.support_x[0]) @ params["heads.weight"].T + params["heads.bias"]
+    expected = task_loss(logits, unsplit.classes[0][unsplit.support_y[0]])
     assert float(compute(learner, net, params, episodes).loss) == pytest.approx(expected.item(), rel=1e-12)
 
 

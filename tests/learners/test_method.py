@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from cases import METHODS, TESTED_ELSEWHERE
 from metabridge import InputError, Method, adapt, method, parameters
-from metabridge.heads import LogisticRegression
+from metabridge.heads import SVM, LogisticRegression
 from metabridge.learners import PRESETS
-from metabridge.learners.method import balancing_regularizer
+from metabridge.learners.method import balancing_regularizer, method_name
 from metabridge.models import mlp
 from metabridge.solvers import GradientDescent, Proximal, RidgeSolver, Solver, SVMSolver
 
@@ -18,6 +20,18 @@ GD, GD_AT_TEST = GradientDescent(), GradientDescent(steps=2)
 def test_a_preset_is_found_by_its_name():
     for name in PRESETS:
         assert method(name) == PRESETS[name]
+
+
+def test_solvers_and_heads_are_found_by_their_names():
+    assert method("maml", inner="proximal", outer="implicit", steps=3).inner == Proximal(steps=3)
+    assert method("r2d2", inner="svm", outer="implicit").inner == SVMSolver()
+    assert method("mtl", test_solver="svm").test_solver == SVM(normalize=True)
+    assert method("anil", test_solver="gradient-descent").test_solver == GD
+
+
+def test_the_name_of_a_method_is_its_preset_or_what_it_adapts():
+    assert all(method_name(method(name)) == name for name in PRESETS)
+    assert method_name(method("anil", steps=2)) == "adapts='head'"
 
 
 def test_every_preset_is_tested_on_every_engine():
@@ -51,10 +65,10 @@ def test_options_change_the_solver_or_the_method():
         (lambda: Method("body", GD), "adapts is 'body'"),
         (lambda: Method("none", GD), "contradict each other"),
         (lambda: Method("all", None, outer="plain"), "contradict each other"),
-        (lambda: Method("all", GD, outer="implicit"), "which GradientDescent does not admit"),
+        (lambda: Method("all", GD, outer="implicit"), "which GradientDescent does not support"),
         (
             lambda: Method("head", RidgeSolver(), outer="implicit", training_head="solved"),
-            "RidgeSolver does not admit",
+            "RidgeSolver does not support",
         ),
         (
             lambda: Method("all", RidgeSolver(), training_head="solved"),
@@ -109,7 +123,11 @@ def test_the_solver_at_test_time_uses_its_own_learning_rate():
         (lambda: method("reptile", rates="per-tensor"), "which learns no rates"),
         (lambda: Method("all", "gd"), "inner is 'gd', but must be one of GradientDescent"),
         (lambda: Method("all", GradientDescent), "inner is <class"),
-        (lambda: method("maml", inner="ridge"), "inner is 'ridge', but must be a solver"),
+        (lambda: method("maml", inner="sgd"), "inner is 'sgd', but must be one of gradient-descent, proximal"),
+        (lambda: method("maml", inner="ridge"), "RidgeSolver solves a linear head, but adapts is 'all'"),
+        (lambda: method("mtl", test_solver="foo"), "test_solver is 'foo', but must be one of centroid, gradient-d"),
+        (lambda: replace(method("maml"), test_solver="svm"), "test_solver is 'svm', but must be one of Gradient"),
+        (lambda: Method("none", None, outer="exact", test_solver=GD), "there is no inner solver. Use outer='plain'"),
         (lambda: method("maml", lr="0.1"), "lr is '0.1', but must be a positive number"),
         (lambda: method("maml", lr=None), "lr is None, but must be a positive number"),
     ],

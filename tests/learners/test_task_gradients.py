@@ -36,22 +36,22 @@ def test_all_modes_give_the_same_gradient_of_the_joint_batch(name):
 def test_multi_task_gradients_equal_the_gradient_of_one_cross_entropy_over_the_joint_batch(name):
     learner, net, episodes = method(name), running_net(), clusters(SHAPE)
     params = parameters(learner, net, classes=CLASSES)
-    whole = episodes.without_split()
+    unsplit = episodes.without_split()
     rows = {part: params[f"heads.{part}"] for part in ("weight", "bias")}
     body = {key.removeprefix("features."): value for key, value in params.items() if key.startswith("features.")}
-    features = torch.func.functional_call(net.features, body, (whole.support_x.flatten(0, 1),))
-    scores = F.linear(features, rows["weight"], rows["bias"]).unflatten(0, whole.support_y.shape)
-    classes = whole.classes
+    features = torch.func.functional_call(net.features, body, (unsplit.support_x.flatten(0, 1),))
+    scores = F.linear(features, rows["weight"], rows["bias"]).unflatten(0, unsplit.support_y.shape)
+    classes = unsplit.classes
     loss = 0.0
-    for task in range(len(whole)):
+    for task in range(len(unsplit)):
         if name == "mtl":  # among the classes of the task
-            loss = loss + F.cross_entropy(scores[task][:, classes[task]], whole.support_y[task])
+            loss = loss + F.cross_entropy(scores[task][:, classes[task]], unsplit.support_y[task])
         else:  # among all classes
-            loss = loss + F.cross_entropy(scores[task], classes[task][whole.support_y[task]])
+            loss = loss + F.cross_entropy(scores[task], classes[task][unsplit.support_y[task]])
     trained = [key for key, value in params.items() if value.requires_grad]
-    expected = torch.autograd.grad(loss / len(whole), [params[key] for key in trained])
+    expected = torch.autograd.grad(loss / len(unsplit), [params[key] for key in trained])
     result = Engine(learner, net)(params, episodes)
-    assert float(result.loss) == pytest.approx(loss.item() / len(whole), rel=1e-12)
+    assert float(result.loss) == pytest.approx(loss.item() / len(unsplit), rel=1e-12)
     assert relative(flattened(result.gradients), flattened(dict(zip(trained, expected)))) < 1e-10
 
 

@@ -31,9 +31,9 @@ def test_an_architecture_is_unchanged_after_json_and_a_file(tmp_path):
     for architecture in random_architectures(20):
         assert Architecture.from_json(architecture.to_json()) == architecture
         assert Architecture.load(architecture.save(tmp_path / "architecture.json")) == architecture
-    plain = json.loads(Architecture(CELL, CELL).to_json())
-    assert plain["normal"][0] == [[0, "sep_conv_3x3"], [1, "skip"]]
-    assert list(plain) == list(CELLS)
+    data = json.loads(Architecture(CELL, CELL).to_json())
+    assert data["normal"][0] == [[0, "sep_conv_3x3"], [1, "skip"]]
+    assert list(data) == list(CELLS)
 
 
 def test_an_architecture_prints_each_node_as_a_sum():

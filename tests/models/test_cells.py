@@ -13,7 +13,7 @@ from metabridge import InputError
 from metabridge.inference.image_input import image_shape
 from metabridge.kernels.empirical import EmpiricalKernel
 from metabridge.models import BatchNorm, DropPath, Network, build, cell_triton_layers, cells, fused_layers, mlp
-from metabridge.models.cells import Cells, cell_network, mask, supernet
+from metabridge.models.cells import Cells, cell_network, set_active_operators, supernet
 from metabridge.nas import OPERATORS, ActiveOperators, Architecture, random_architecture
 from metabridge.training import load
 
@@ -45,7 +45,7 @@ def supernet_and_network(**options) -> tuple[Network, Network]:
     masked = supernet(ActiveOperators.full(), **SMALL, **options)
     missing, surplus = net.load_state_dict(masked.state_dict(), strict=False)
     assert (missing, bool(surplus)) == ([], True)
-    mask(masked, ARCHITECTURE.active_operators)
+    set_active_operators(masked, ARCHITECTURE.active_operators)
     return masked, net
 
 
@@ -117,7 +117,7 @@ def test_a_masked_supernet_computes_the_same_as_the_network_of_the_architecture(
     x = images(4)
     with torch.no_grad():
         assert torch.equal(masked(x), net(x))
-        mask(masked, ActiveOperators.full())
+        set_active_operators(masked, ActiveOperators.full())
         assert relative(masked(x), net(x)) > 0.1
 
 
@@ -135,7 +135,7 @@ def test_exactly_the_active_operators_get_gradients():
         if torch.rand((), generator=generator) < 0.4:
             active = active.without(choice)
     net = supernet(ActiveOperators.full(), **SMALL)
-    mask(net, active)
+    set_active_operators(net, active)
     net(images(3)).square().sum().backward()
     cells = net.features.cells
     for cell in cells:
@@ -168,7 +168,7 @@ def test_the_fused_forward_pass_equals_that_of_the_modules(masked, monkeypatch):
     """The kernels are replaced by plain operations; other tests check the kernels."""
     if masked:
         net = supernet(ActiveOperators.full(), **SMALL, norm="batch", statistics="batch")
-        mask(net, ARCHITECTURE.active_operators)
+        set_active_operators(net, ARCHITECTURE.active_operators)
     else:
         net = cell_network(ARCHITECTURE, cells=5, channels=4, drop_rate=0.2)
     net, x = net.double(), images(6, 13).double()
@@ -201,11 +201,11 @@ def test_the_fused_forward_pass_equals_that_of_the_modules(masked, monkeypatch):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("stride", [1, 2])
-def test_gradients_of_mean_pooling_are_right_on_a_gpu_with_channels_last_maps(stride):
+def test_gradients_of_average_pooling_are_right_on_a_gpu_with_channels_last_maps(stride):
     x, grads = images(2, 9), []
     for form in (x, x.cuda().to(memory_format=torch.channels_last)):
         leaf = form.requires_grad_()
-        y = cells.MeanPool(stride)(leaf)
+        y = cells.AvgPool(stride)(leaf)
         grads.append(torch.autograd.grad((y * torch.arange(y.numel(), device=y.device).view_as(y)).sum(), leaf)[0])
     assert relative(grads[1].cpu(), grads[0]) < 1e-6
 
@@ -312,14 +312,20 @@ def test_networks_of_random_architectures_can_be_built_and_trained():
     ("make", "sentence"),
     [
         (lambda: supernet(ActiveOperators.full(), cells=2), "cells is 2, but must be at least 3"),
-        (lambda: supernet(ActiveOperators.full(), channels=0), "channels is 0, but must be a positive number"),
+        (lambda: supernet(ActiveOperators.full(), channels=0), "channels is 0, but must be an integer of at least 1"),
+        (lambda: supernet(ActiveOperators.full(), channels=2.5), "channels is 2.5, but must be an integer"),
+        (lambda: cell_network(ARCHITECTURE, cells=5.0), "cells is 5.0, but must be an integer"),
+        (lambda: cell_network(ARCHITECTURE, outputs=0), "outputs is 0, but must be an integer"),
         (lambda: supernet(ActiveOperators.full(), norm="layer"), "norm is 'layer', but must be 'batch' or 'group'"),
         (lambda: cell_network(ARCHITECTURE, statistics="layer"), "statistics is 'layer', but must be"),
         (lambda: cell_network(ARCHITECTURE, drop_rate=1.0), "drop_rate is 1.0, but must be at least 0"),
         (lambda: cell_network({"normal": MIXED}), "an architecture must have the keys 'normal' and 'reduction'"),
-        (lambda: mask(mlp(4, 2), ActiveOperators.full()), "net is not a network of cells, so it cannot be masked"),
         (
-            lambda: mask(cell_network(ARCHITECTURE, **SMALL), ActiveOperators.full()),
+            lambda: set_active_operators(mlp(4, 2), ActiveOperators.full()),
+            "net is not a network of cells, so it has no operators to deactivate",
+        ),
+        (
+            lambda: set_active_operators(cell_network(ARCHITECTURE, **SMALL), ActiveOperators.full()),
             "the supernet was built without 'avg_pool_3x3' on edge 0 of the normal cell. Build another supernet.",
         ),
     ],

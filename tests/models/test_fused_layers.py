@@ -69,7 +69,7 @@ def compare(
 ) -> None:
     """Compare the outputs and gradients of `function` with those of `reference` in float64."""
     results = output_and_grads(function, inputs)
-    # contiguous because of a PyTorch bug, see `MeanPool`
+    # contiguous because of a PyTorch bug, see `AvgPool`
     double_inputs = [value.double().contiguous() for value in inputs]
     for value, expected in zip(results, output_and_grads(reference, double_inputs)):
         assert value.dtype == inputs[0].dtype
@@ -201,8 +201,8 @@ for stride in (1, 2):
         partial(cell_triton_layers.max_pool, stride=stride),
         partial(F.max_pool2d, kernel_size=3, stride=stride, padding=1),
     )
-    LAYERS[f"mean_pool, stride {stride}"] = (
-        partial(cell_triton_layers.mean_pool, stride=stride),
+    LAYERS[f"avg_pool, stride {stride}"] = (
+        partial(cell_triton_layers.avg_pool, stride=stride),
         partial(F.avg_pool2d, kernel_size=3, stride=stride, padding=1, count_include_pad=False),
     )
     for dilation in (1, 2):

@@ -84,7 +84,8 @@ def test_any_module_can_be_used_as_features():
         (lambda: wide(4, width=0), "width is 0"),
         (lambda: wide(4, weight_variance=-1.0), "weight_variance is -1.0"),
         (lambda: wide(4, bias_variance=-1.0), "bias_variance is -1.0"),
-        (lambda: DropBlock(1.5, 3), "drop_rate is 1.5"),
+        (lambda: DropBlock(1.5, 3), "^rate is 1.5"),
+        (lambda: resnet12(3, 84, drop_rate=1.5), "drop_rate is 1.5"),
     ],
 )
 def test_impossible_options_raise_an_input_error(make, sentence):
@@ -142,3 +143,13 @@ def test_an_unknown_model_or_option_raises_an_input_error(name, options, sentenc
     with pytest.raises(InputError) as caught:
         build(name, **options)
     assert str(caught.value).startswith(sentence)
+
+
+def test_only_the_first_line_of_an_error_of_pytorch_is_shown(monkeypatch):
+    def fail(*arguments, **options):
+        raise TypeError("empty() received an invalid combination of arguments\n * (tuple of ints size)")
+
+    monkeypatch.setattr(torch, "empty", fail)
+    with pytest.raises(InputError) as caught:
+        build("mlp", inputs=3, outputs=2)
+    assert str(caught.value).endswith("(empty() received an invalid combination of arguments).")

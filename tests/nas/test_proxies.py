@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.kernels.empirical import EmpiricalKernel
-from metabridge.kernels.meta_kernels import split_kernel
+from metabridge.kernels.meta_kernels import meta_ntk
 from metabridge.models import mlp
-from metabridge.models.cells import mask, supernet
+from metabridge.models.cells import set_active_operators, supernet
 from metabridge.nas import EDGES, OPERATORS, ActiveOperators, EdgeOperator
 from metabridge.nas.cached_forward import CachedForward, ForwardCache
 from metabridge.nas.linear_regions import LinearRegionCounter, thin_supernet
@@ -47,7 +47,7 @@ def test_condition_number_is_that_of_the_meta_ntk(
     kernel: str, sizes: tuple[int, int, int, int], time: float, ridge: float
 ) -> None:
     net, tasks = mlp(6, 5, width=64).double(), make_tasks(*sizes, 6)
-    exact = split_kernel(
+    exact = meta_ntk(
         EmpiricalKernel(net, outputs="sum"),
         tasks.query_x,
         tasks.support_x,
@@ -80,7 +80,7 @@ def test_candidate_kernels_equal_those_of_the_masked_network(size: int) -> None:
     net, tasks = supernet(active, cells=3, channels=2, size=size).double(), make_tasks(2, 2, 1, 1, 3, size, size)
     removals = [None, ("normal", 0, "avg_pool_3x3"), ("reduction", 5, "dil_conv_3x3")]
     for removal, fast in CandidateKernels(net, active, all_images(tasks)).matrices(removals):
-        mask(net, active.without(removal))
+        set_active_operators(net, active.without(removal))
         exact = KernelMatrices(*EmpiricalKernel(net, outputs="sum").both(all_images(tasks)))
         torch.testing.assert_close(fast.ntk, exact.ntk, rtol=1e-6, atol=1e-9)
         torch.testing.assert_close(fast.nngp, exact.nngp, rtol=1e-6, atol=1e-9)
@@ -105,7 +105,7 @@ def test_candidate_kernels_equal_products_of_gradients_per_image(candidates_per_
     net, x = supernet(active, cells=3, channels=2, size=8).double(), torch.rand(3, 3, 8, 8, dtype=torch.float64)
     removals = [("normal", 0, "skip"), None, ("normal", 8, "conv_3x3"), ("reduction", 4, "dil_conv_3x3")]
     for removal, fast in CandidateKernels(net, active, x, candidates_per_pass).matrices(removals):
-        mask(net, active.without(removal))
+        set_active_operators(net, active.without(removal))
         rows = gradients_per_image(net, x)
         torch.testing.assert_close(fast.ntk, rows @ rows.mT, rtol=1e-9, atol=1e-12)
 
@@ -163,6 +163,20 @@ def test_layers_that_do_not_depend_on_the_removed_operator_are_not_run_again() -
     assert layers_run(None, ForwardCache(cache)) == 0
     assert layers_run(("normal", 0, "max_pool_3x3"), ForwardCache(cache)) > all_layers / 2
     assert 0 < layers_run(("reduction", 8, "skip"), ForwardCache(cache)) < all_layers / 2  # only the last cell
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5])
+def test_an_invalid_number_of_candidates_per_pass_raises_an_input_error(count: int) -> None:
+    active = with_operators_per_edge(1)
+    with pytest.raises(InputError, match="candidates_per_pass is"):
+        CandidateKernels(supernet(active, cells=3, channels=2), active, torch.rand(2, 3, 8, 8), count)
+
+
+def test_candidate_kernels_do_not_change_the_active_operators_of_the_network() -> None:
+    full, active = ActiveOperators.full(), with_operators_per_edge(1)
+    net = supernet(full, cells=3, channels=2)
+    list(CandidateKernels(net, active, torch.rand(2, 3, 8, 8)).matrices([None]))
+    assert net.features.active == full
 
 
 def test_candidate_kernels_require_group_norm() -> None:
@@ -236,7 +250,7 @@ def test_fast_region_counts_equal_those_of_the_masked_network(candidates_per_pas
     net = thin_supernet(active, seed=0, patch_count=len(inputs))
     counts = set()
     for removal, score in LinearRegionCounter(active, inputs, 0, candidates_per_pass).scores([None, *active]):
-        mask(net, active.without(removal))
+        set_active_operators(net, active.without(removal))
         assert score == count_linear_regions(net, inputs)
         counts.add(score.value)
     assert len(counts) > 1
@@ -272,7 +286,7 @@ def test_a_smallest_eigenvalue_lost_in_rounding_is_reported() -> None:
 def test_a_duplicate_support_image_is_reported_if_there_is_no_ridge() -> None:
     net, tasks = mlp(6, 5, width=16).double(), make_tasks(2, 3, 1, 1, 6)
     tasks.support_x[0, 1] = tasks.support_x[0, 0]
-    assert "points 0 and 1" in str(ConditionNumber("maml", ridge=0.0)(net, tasks).failure)
+    assert "points are 0 and 1" in str(ConditionNumber("maml", ridge=0.0)(net, tasks).failure)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -282,7 +296,7 @@ def test_an_eigenvalue_of_the_support_kernel_lost_in_rounding_is_reported(seed: 
     tasks = make_tasks(1, 6, 3, 1, 30)
     for dtype in (torch.float64, torch.float32):
         score = ConditionNumber("anil", ridge=0.0)(net.to(dtype), tasks.to(dtype=dtype))
-        assert "cannot be inverted" in str(score.failure)
+        assert "is singular" in str(score.failure)
 
 
 @pytest.mark.parametrize("kernel", ["maml", "anil"])

@@ -22,7 +22,7 @@ def model() -> Model:
 
 @pytest.fixture(scope="module")
 def tasks():
-    """Five classes are in the split; the images of oak are all noise, so it must come out worst."""
+    """Tasks of five classes. The images of oak are noise, so its accuracy must be the lowest."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(6).repeat(20)
     centers = torch.randint(60, 195, (6, 1, 4, 4), generator=generator)
@@ -41,45 +41,47 @@ def tasks():
 
 
 def test_the_score_equals_the_score_of_evaluate_on_the_same_tasks(model, tasks):
-    found, score = (judge(model, tasks, tasks=50, seed=7) for judge in (assess, evaluate))
-    assert torch.equal(found.score.values, score.values)
-    assert (found.score.mean, found.score.ci95) == (score.mean, score.ci95)
+    assessment, score = (function(model, tasks, tasks=50, seed=7) for function in (assess, evaluate))
+    assert torch.equal(assessment.score.values, score.values)
+    assert (assessment.score.mean, assessment.score.ci95) == (score.mean, score.ci95)
 
 
 def test_class_accuracies_and_calibration_equal_counts_by_a_loop(model, tasks):
-    found = assess(model, tasks, tasks=50, seed=7)
+    assessment = assess(model, tasks, tasks=50, seed=7)
     hits: dict[str, list[bool]] = {}
-    confidences, rights = [], []
+    confidences, is_correct = [], []
     for outputs, episodes in predictions(model, tasks, tasks=50, seed=7):
         logits = outputs.double().numpy()
-        chances = np.exp(logits - logits.max(-1, keepdims=True))
-        chances /= chances.sum(-1, keepdims=True)
+        probabilities = np.exp(logits - logits.max(-1, keepdims=True))
+        probabilities /= probabilities.sum(-1, keepdims=True)
         for task in range(len(episodes)):
             for query, label in enumerate(episodes.query_y[task].tolist()):
-                right = int(logits[task, query].argmax()) == label
-                hits.setdefault(tasks.class_names[int(episodes.classes[task, label])], []).append(right)
-                confidences.append(chances[task, query].max())
-                rights.append(right)
-    assert found.classes == pytest.approx({name: np.mean(own) for name, own in hits.items()})
-    assert set(found.classes) == set(CLASSES) - {"fir"}
-    weighted = sum(len(own) * found.classes[name] for name, own in hits.items()) / sum(map(len, hits.values()))
-    assert weighted == pytest.approx(found.score.mean)
-    assert found.worst == ("oak", found.classes["oak"])
-    assert found.classes["oak"] == min(found.classes.values())
-    place = np.minimum((np.array(confidences) * 10).astype(int), 9)
+                correct = int(logits[task, query].argmax()) == label
+                hits.setdefault(tasks.class_names[int(episodes.classes[task, label])], []).append(correct)
+                confidences.append(probabilities[task, query].max())
+                is_correct.append(correct)
+    assert assessment.classes == pytest.approx({name: np.mean(correct) for name, correct in hits.items()})
+    assert set(assessment.classes) == set(CLASSES) - {"fir"}
+    weighted = sum(len(correct) * assessment.classes[name] for name, correct in hits.items()) / sum(
+        map(len, hits.values())
+    )
+    assert weighted == pytest.approx(assessment.score.mean)
+    assert assessment.worst == ("oak", assessment.classes["oak"])
+    assert assessment.classes["oak"] == min(assessment.classes.values())
+    bins = np.minimum((np.array(confidences) * 10).astype(int), 9)
     error = 0.0
-    for own in (place == number for number in range(10)):
-        if own.any():
-            gap = np.mean(np.array(confidences)[own]) - np.mean(np.array(rights)[own])
-            error += own.mean() * abs(gap)
-    assert found.calibration_error == pytest.approx(error, abs=1e-6)
-    assert sum(share for _, _, share in found.calibration) == pytest.approx(1)
+    for mask in (bins == number for number in range(10)):
+        if mask.any():
+            gap = np.mean(np.array(confidences)[mask]) - np.mean(np.array(is_correct)[mask])
+            error += mask.mean() * abs(gap)
+    assert assessment.calibration_error == pytest.approx(error, abs=1e-6)
+    assert sum(share for _, _, share in assessment.calibration) == pytest.approx(1)
 
 
 def test_the_calibration_error_of_a_small_example_is_correct():
-    found = Assessment(None, {"a": 0.5, "b": 0.25}, ((0.6, 0.5, 0.25), (0.95, 1.0, 0.75)))
-    assert found.calibration_error == pytest.approx(0.25 * 0.1 + 0.75 * 0.05)
-    assert found.worst == ("b", 0.25)
+    assessment = Assessment(None, {"a": 0.5, "b": 0.25}, ((0.6, 0.5, 0.25), (0.95, 1.0, 0.75)))
+    assert assessment.calibration_error == pytest.approx(0.25 * 0.1 + 0.75 * 0.05)
+    assert assessment.worst == ("b", 0.25)
 
 
 def test_tasks_without_classes_raise_an_error(model):
@@ -100,23 +102,23 @@ class PartlyDiverging:
 
 
 class OneDiverging(PartlyDiverging):
-    """The same, for the first task of every block alone."""
+    """The same, but only for the first task of every block."""
 
     def predict(self, episodes):
         return torch.cat([super().predict(episodes)[:1], self.model.predict(episodes)[1:]])
 
 
 def test_queries_of_a_diverged_task_count_as_wrong_and_are_not_calibrated(model, tasks):
-    plain, found = assess(model, tasks, tasks=16), assess(OneDiverging(model, 12), tasks, tasks=16)
-    assert found.score.diverged == 1
-    assert found.score.values.tolist() == [0.0, *plain.score.values.tolist()[1:]]
+    expected, assessment = assess(model, tasks, tasks=16), assess(OneDiverging(model, 12), tasks, tasks=16)
+    assert assessment.score.diverged == 1
+    assert assessment.score.values.tolist() == [0.0, *expected.score.values.tolist()[1:]]
     _, episodes = next(iter(predictions(model, tasks, tasks=16)))
     names = [tasks.class_names[int(episodes.classes[0, label])] for label in episodes.query_y[0]]
-    assert all(found.classes[name] <= plain.classes[name] for name in names)
-    assert {name: value for name, value in plain.classes.items() if name not in names} == {
-        name: value for name, value in found.classes.items() if name not in names
+    assert all(assessment.classes[name] <= expected.classes[name] for name in names)
+    assert {name: value for name, value in expected.classes.items() if name not in names} == {
+        name: value for name, value in assessment.classes.items() if name not in names
     }
-    assert sum(share for _, _, share in found.calibration) == pytest.approx(1)
+    assert sum(share for _, _, share in assessment.calibration) == pytest.approx(1)
     alone = assess(OneDiverging(model, 4), tasks, tasks=16)
     assert alone.score.diverged == 1
     assert alone.score.values[0] <= 8 / 12

@@ -20,7 +20,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 
 def picture(channels: int, size: int = 24) -> torch.Tensor:
-    """An image of whole 8-bit levels with much light and shade, (channels, size, size)."""
+    """Return a high-contrast image of 8-bit levels, (channels, size, size)."""
     levels = torch.randint(256, (channels, size // 4, size // 4), generator=seeded(3))
     return levels.repeat_interleave(4, 1).repeat_interleave(4, 2) / 255
 
@@ -41,9 +41,9 @@ def jittered(monkeypatch):
 
     def call(image: torch.Tensor, order: tuple[int, ...], factors: tuple[float, ...]) -> torch.Tensor:
         draws = torch.zeros(2, 3, 1, 1, 1, 1)
-        for place, kind in enumerate(order):
-            draws[0, kind] = place / 3
-            draws[1, place] = factors[kind] / 2  # of a jitter of 1, whose factors go from 0 to 2
+        for position, kind in enumerate(order):
+            draws[0, kind] = position / 3
+            draws[1, position] = factors[kind] / 2  # of a jitter of 1, whose factors go from 0 to 2
         with monkeypatch.context() as patch:
             patch.setattr(torch, "rand", lambda *shape, **_: draws)
             return Augment(padding=0, jitter=1.0, flip=False)(image[None], seeded())[0]
@@ -62,11 +62,11 @@ def enhanced(image: torch.Tensor, order: tuple[int, ...], factors: tuple[float, 
 @pytest.mark.parametrize("factor", [0.0, 0.6, 1.0, 1.4])
 @pytest.mark.parametrize("kind", range(3), ids=["brightness", "contrast", "saturation"])
 def test_each_color_change_equals_pillows_up_to_rounding(jittered, kind, factor, channels):
-    image, factors = picture(channels), tuple(factor if own == kind else 1.0 for own in range(3))
-    found = jittered(image, (0, 1, 2), factors)
-    assert (found - enhanced(image, (kind,), factors)).abs().max() < 1.8 * LEVEL
+    image, factors = picture(channels), tuple(factor if each == kind else 1.0 for each in range(3))
+    changed = jittered(image, (0, 1, 2), factors)
+    assert (changed - enhanced(image, (kind,), factors)).abs().max() < 1.8 * LEVEL
     if factor != 1 and (channels, kind) != (1, 2):  # a gray image has no saturation
-        assert (found - image).abs().max() > 20 * LEVEL
+        assert (changed - image).abs().max() > 20 * LEVEL
 
 
 ORDERS = list(itertools.permutations(range(3)))
@@ -75,8 +75,8 @@ ORDERS = list(itertools.permutations(range(3)))
 @pytest.mark.parametrize("order", ORDERS)
 def test_color_changes_in_any_order_equal_pillows_in_that_order(jittered, order):
     image, factors = picture(3), (1.8, 1.8, 2.0)
-    found = jittered(image, order, factors)
-    gaps = {other: (found - enhanced(image, other, factors)).abs() for other in ORDERS}
+    changed = jittered(image, order, factors)
+    gaps = {other: (changed - enhanced(image, other, factors)).abs() for other in ORDERS}
     assert gaps[order].max() < 8 * LEVEL  # three roundings, each magnified by what follows
     assert all(gap.max() > 40 * LEVEL for other, gap in gaps.items() if other != order)
 
@@ -91,7 +91,7 @@ def test_factors_are_uniform_and_independent_for_each_image():
 
 
 def windows(image: torch.Tensor, padding: int) -> torch.Tensor:
-    """Every window of the image's own size in the image with zeros around it, (offsets, channels, height, width)."""
+    """Return all windows of the zero-padded image, as large as the image, (offsets, channels, height, width)."""
     height, width = image.shape[1:]
     padded = torch.zeros(len(image), height + 2 * padding, width + 2 * padding)
     padded[:, padding : padding + height, padding : padding + width] = image
@@ -123,7 +123,7 @@ def test_half_of_the_images_are_mirrored_exactly():
 
 
 def rectangles(augment: Augment, count: int) -> tuple[torch.Tensor, ...]:
-    """Where crops of `count` images lie: signed width, height and the center, the image being from −1 to 1."""
+    """Return signed width, height and center of the crops of `count` images, in coordinates from −1 to 1."""
     size, low, high = 64, 20, 43
     ramp = (torch.arange(size) * 2 + 1) / size - 1
     image = torch.stack([ramp.expand(size, size), ramp[:, None].expand(size, size)])

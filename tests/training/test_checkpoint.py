@@ -1,4 +1,4 @@
-"""What is kept of a run, and what is read back."""
+"""Saving and loading of run folders."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def cut(name: str):
 
 def settings(change):
     def apply(folder):
-        known = json.loads((folder / "settings.json").read_text())
-        (folder / "settings.json").write_text(json.dumps(change(known)))
+        saved = json.loads((folder / "settings.json").read_text())
+        (folder / "settings.json").write_text(json.dumps(change(saved)))
 
     return apply
 
@@ -89,7 +89,7 @@ def test_a_run_without_weights_raises_an_error(copy):
 
 
 def test_a_path_that_is_not_a_run_raises_an_error(tmp_path):
-    with pytest.raises(InputError, match=r"there is no run at .*\. Name the folder that training wrote \(--out\)"):
+    with pytest.raises(InputError, match=r"there is no run at .*\. Pass the folder that fit\(out=...\) or"):
         load(tmp_path / "nowhere")
     with pytest.raises(InputError, match=r"is not a run: settings.json cannot be read \(No such file or directory\)"):
         load(tmp_path)
@@ -119,8 +119,8 @@ def test_reading_a_run_unpickles_nothing(copy, monkeypatch):
         "metrics.jsonl",
     }
     with monkeypatch.context() as patch:
-        for place in ("pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load"):
-            patch.setattr(place, lambda *_, **__: pytest.fail("a file was unpickled"))
+        for function in ("pickle.load", "pickle.loads", "pickle.Unpickler", "torch.load"):
+            patch.setattr(function, lambda *_, **__: pytest.fail("a file was unpickled"))
         load(copy)
         on_sinusoids(copy)
     (copy / "weights.safetensors").write_bytes(pickle.dumps(Bomb()))
@@ -156,7 +156,7 @@ def test_a_network_built_by_hand_must_be_passed_to_load_and_must_match(tmp_path)
         load(tmp_path, net=net(7))
     with pytest.raises(InputError, match="has no such tensor"):
         load(tmp_path, net=mlp(1, 1))
-    with pytest.raises(InputError, match=r"of shape \(7, 1\), but the run in .* has \(6, 1\).*or name another folder"):
+    with pytest.raises(InputError, match=r"of shape \(7, 1\), but the run in .* has \(6, 1\).*or use another folder"):
         fit(net(7), method("maml"), Sinusoid(), iterations=2, out=tmp_path, progress=False)
     episodes = Sinusoid().sample(2, torch.Generator().manual_seed(0))
     assert torch.equal(load(tmp_path, net=net()).predict(episodes), run.predict(episodes))
@@ -172,47 +172,47 @@ def test_a_layer_in_two_places_is_stored_once_and_loaded_into_both(tmp_path):
     assert "features.3.weight" not in run.params
     again = load(tmp_path, net=net(1)).net
     assert again.features[1] is again.features[3]
-    for found in (again, run.net):
-        assert isinstance(found.features[3].weight, nn.Parameter)
-        assert torch.equal(found.features[3].weight, run.params["features.1.weight"])
+    for each in (again, run.net):
+        assert isinstance(each.features[3].weight, nn.Parameter)
+        assert torch.equal(each.features[3].weight, run.params["features.1.weight"])
 
 
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda known: known["method"].pop("inner"),
-        lambda known: known["method"]["inner"].update(solver="Newton"),
-        lambda known: known["method"]["inner"].update(momentum=0.9),
-        lambda known: known.update(training=None),
-        lambda known: known["model"].pop("model"),
+        lambda saved: saved["method"].pop("inner"),
+        lambda saved: saved["method"]["inner"].update(solver="Newton"),
+        lambda saved: saved["method"]["inner"].update(momentum=0.9),
+        lambda saved: saved.update(training=None),
+        lambda saved: saved["model"].pop("model"),
     ],
 )
 def test_settings_of_another_type_raise_an_error(tmp_path, damage):
     on_sinusoids(tmp_path)
-    known = RunFolder(tmp_path).settings()
-    damage(known)
-    (tmp_path / "settings.json").write_text(json.dumps(known))
+    saved = RunFolder(tmp_path).settings()
+    damage(saved)
+    (tmp_path / "settings.json").write_text(json.dumps(saved))
     with pytest.raises(InputError, match=r"settings.json is damaged: its (settings cannot be read|training is None)"):
         load(tmp_path)
 
 
 def test_a_pretrained_network_is_built_without_a_download(tmp_path, monkeypatch):
     run = on_sinusoids(tmp_path)
-    asked = []
+    recipes = []
 
     def built(**recipe):
-        asked.append(recipe)
+        recipes.append(recipe)
         return mlp(1, 1, width=8)
 
     folder = RunFolder(tmp_path)
-    known = folder.settings()
-    known["model"] |= {"pretrained": True}
+    saved = folder.settings()
+    saved["model"] |= {"pretrained": True}
     tensors, notes = folder.read("weights")
-    folder.write("weights", tensors, notes | {"settings": fingerprint(known)})
-    (tmp_path / "settings.json").write_text(json.dumps(known))
+    folder.write("weights", tensors, notes | {"settings": fingerprint(saved)})
+    (tmp_path / "settings.json").write_text(json.dumps(saved))
     monkeypatch.setattr("metabridge.training.checkpoint.build", built)
     assert torch.equal(load(tmp_path).params["head.weight"], run.params["head.weight"])
-    assert asked[0]["pretrained"] is False
+    assert recipes[0]["pretrained"] is False
 
 
 EVERY_METHOD: dict[str, Method] = (
@@ -284,34 +284,34 @@ def old_form(folder: Path, name: str, notes: bytes) -> None:
     (folder / f"{name}.safetensors").write_bytes(content)
 
 
-@pytest.mark.parametrize("what", ["settings", "weights", "state"])
-def test_any_damage_gives_a_run_or_a_one_line_error(copy, what):
-    draw, refused = random.Random(0), []
+@pytest.mark.parametrize("part", ["settings", "weights", "state"])
+def test_any_damage_gives_a_run_or_a_one_line_error(copy, part):
+    draw, errors = random.Random(0), []
     clean = {file: file.read_bytes() for file in copy.iterdir()}
-    intact = RunFolder(copy).settings() if what == "settings" else RunFolder(copy).read(what)[1]
+    intact = RunFolder(copy).settings() if part == "settings" else RunFolder(copy).read(part)[1]
     for _ in range(120):
         for file, content in clean.items():
             file.write_bytes(content)
-        if what == "settings":
+        if part == "settings":
             (copy / "settings.json").write_bytes(damaged_json(intact, draw))
         else:
-            old_form(copy, what, damaged_json(intact, draw))
+            old_form(copy, part, damaged_json(intact, draw))
         for use in (load, on_sinusoids):
             try:
                 use(copy)
             except InputError as error:
-                refused.append(str(error))
-    assert len(refused) > 40
-    assert not any("\n" in each for each in refused)
+                errors.append(str(error))
+    assert len(errors) > 40
+    assert not any("\n" in each for each in errors)
 
 
 @pytest.mark.parametrize(
     "size", [{"depth": 10**9}, {"depth": 10**9, "width": 1}, {"width": 10**4}, {"inputs": 10**12}, {"outputs": 10**30}]
 )
 def test_settings_of_a_network_larger_than_its_weights_raise_an_error_before_it_is_built(copy, size):
-    known = RunFolder(copy).settings()
-    known["model"] |= size
-    (copy / "settings.json").write_text(json.dumps(known))
+    saved = RunFolder(copy).settings()
+    saved["model"] |= size
+    (copy / "settings.json").write_text(json.dumps(saved))
     with pytest.raises(InputError, match=r"settings.json is damaged: .* too large to build"):
         load(copy)
 
@@ -352,15 +352,15 @@ def test_weights_of_another_dtype_raise_an_error(copy):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda known: known["method"]["inner"].update(lr=0.03),
-        lambda known: known["method"].update(outer="first-order"),
-        lambda known: known["model"].update(activation="tanh"),
+        lambda saved: saved["method"]["inner"].update(lr=0.03),
+        lambda saved: saved["method"].update(outer="first-order"),
+        lambda saved: saved["model"].update(activation="tanh"),
     ],
 )
 def test_settings_of_another_model_or_method_than_the_weights_raise_an_error(copy, change):
-    known = RunFolder(copy).settings()
-    change(known)
-    (copy / "settings.json").write_text(json.dumps(known))
+    saved = RunFolder(copy).settings()
+    change(saved)
+    (copy / "settings.json").write_text(json.dumps(saved))
     with pytest.raises(InputError, match=r"its model or method is not what the weights were trained with"):
         load(copy)
 

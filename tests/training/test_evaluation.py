@@ -76,9 +76,9 @@ def inductive(glyphs, name: str, **options) -> Model:
     return Model(chosen, net, parameters(chosen, net, classes=glyphs.tasks("train").classes))
 
 
-def joined(given) -> tuple[torch.Tensor, ...]:
-    """Outputs, labels and classes of all tasks."""
-    parts = [(outputs, episodes.query_y, episodes.classes) for outputs, episodes in given]
+def concatenated(predicted) -> tuple[torch.Tensor, ...]:
+    """The outputs, labels and classes of all tasks, concatenated."""
+    parts = [(outputs, episodes.query_y, episodes.classes) for outputs, episodes in predicted]
     return tuple(torch.cat(column) for column in zip(*parts))
 
 
@@ -90,27 +90,29 @@ def test_tasks(glyphs):
 @pytest.mark.parametrize("name", ["mtl", "r2d2", "metaoptnet", "anil"])
 def test_features_computed_once_give_the_same_predictions_as_for_single_tasks(glyphs, test_tasks, name):
     model = inductive(glyphs, name)
-    outputs, labels, classes = joined(predictions(model, test_tasks, tasks=20, seed=3))
+    outputs, labels, classes = concatenated(predictions(model, test_tasks, tasks=20, seed=3))
     generator = torch.Generator().manual_seed(3)
     for first, count in ((0, 16), (16, 4)):
         episodes = test_tasks.sample(count, generator)
-        place = slice(first, first + count)
-        assert torch.allclose(outputs[place], model.predict(episodes), atol=2e-4)
-        assert torch.equal(labels[place], episodes.query_y)
-        assert torch.equal(classes[place], episodes.classes)
+        block = slice(first, first + count)
+        assert torch.allclose(outputs[block], model.predict(episodes), atol=2e-4)
+        assert torch.equal(labels[block], episodes.query_y)
+        assert torch.equal(classes[block], episodes.classes)
 
 
 def test_models_with_and_without_fixed_features_are_evaluated_on_the_same_tasks(glyphs, test_tasks):
-    """One that computes features once, solving heads by the hundred, and one that adapts all layers, few at a time."""
+    """One model computes features once and solves heads in large batches; the other adapts all layers in small ones."""
     chosen, net = method("maml", steps=1), conv4(1, 28)
     direct = Model(chosen, net, parameters(chosen, net))
-    one, other = (joined(predictions(model, test_tasks, tasks=35)) for model in (inductive(glyphs, "mtl"), direct))
+    one, other = (
+        concatenated(predictions(model, test_tasks, tasks=35)) for model in (inductive(glyphs, "mtl"), direct)
+    )
     assert torch.equal(one[1], other[1])
     assert torch.equal(one[2], other[2])
 
 
 def test_tasks_do_not_depend_on_the_batch_size(test_tasks):
-    """As a GPU takes them: several blocks at once."""
+    """A GPU samples several blocks at once."""
     for environment in (test_tasks, Sinusoid()):
         together = _sample_in_blocks(environment, 40, torch.Generator().manual_seed(0), torch.device("cpu"))
         generator = torch.Generator().manual_seed(0)
@@ -123,7 +125,7 @@ def test_tasks_do_not_depend_on_the_batch_size(test_tasks):
 def test_an_unchanged_copy_duplicates_every_support_image(glyphs, test_tasks, name):
     model = inductive(glyphs, name)
     same = Augment(padding=0, jitter=0, flip=False)
-    found, _, _ = joined(
+    outputs, _, _ = concatenated(
         predictions(model, test_tasks, tasks=12, seed=1, augmentation=TestTimeAugmentation(1, augment=same))
     )
     episodes = test_tasks.sample(12, torch.Generator().manual_seed(1))
@@ -135,7 +137,7 @@ def test_an_unchanged_copy_duplicates_every_support_image(glyphs, test_tasks, na
         episodes.classes,
     )
     expected = model.predict(doubled)
-    assert torch.allclose(found, expected, atol=2e-4)
+    assert torch.allclose(outputs, expected, atol=2e-4)
     assert not torch.allclose(expected, model.predict(episodes), atol=1e-2)
 
 
@@ -144,12 +146,12 @@ def test_copies_are_changed_support_images_with_the_same_labels_and_queries_do_n
     augment = Augment(padding=3)
     table = FeatureTable.of(model, test_tasks, TestTimeAugmentation(2, augment=augment), seed=5)
     tables = (FeatureTable.of(model, test_tasks), table)
-    plain, copied = (each.episodes(test_tasks, 3, torch.Generator().manual_seed(0)) for each in tables)
-    assert torch.equal(plain.query_x, copied.query_x)
-    assert copied.support_y.tolist() == plain.support_y.repeat(1, 3).tolist()
-    kept, first, second = copied.support_x.chunk(3, dim=1)
-    assert torch.equal(kept, plain.support_x)
-    assert not torch.allclose(kept, first, atol=1e-3)
+    original, copied = (each.episodes(test_tasks, 3, torch.Generator().manual_seed(0)) for each in tables)
+    assert torch.equal(original.query_x, copied.query_x)
+    assert copied.support_y.tolist() == original.support_y.repeat(1, 3).tolist()
+    unchanged, first, second = copied.support_x.chunk(3, dim=1)
+    assert torch.equal(unchanged, original.support_x)
+    assert not torch.allclose(unchanged, first, atol=1e-3)
     assert not torch.allclose(first, second, atol=1e-3)
     generator = torch.Generator().manual_seed(5)
     rows = test_tasks.image_indices[:64]
@@ -159,10 +161,10 @@ def test_copies_are_changed_support_images_with_the_same_labels_and_queries_do_n
 
 def test_a_feature_table_scores_another_head_on_the_tasks_of_evaluate(glyphs, test_tasks):
     logistic, ridge = (inductive(glyphs, "mtl", test_solver=create_head(name)) for name in ("logistic", "ridge"))
-    found = FeatureTable.of(logistic, test_tasks).evaluate([logistic, ridge], test_tasks, tasks=520, seed=2)
-    for model, score in zip((logistic, ridge), found):
+    scores = FeatureTable.of(logistic, test_tasks).evaluate([logistic, ridge], test_tasks, tasks=520, seed=2)
+    for model, score in zip((logistic, ridge), scores):
         assert torch.equal(score.values, evaluate(model, test_tasks, tasks=520, seed=2).values)
-    assert not torch.equal(found[0].values, found[1].values)
+    assert not torch.equal(scores[0].values, scores[1].values)
 
 
 def test_mirrored_features_are_the_mean_over_an_image_and_its_mirror_image(glyphs, test_tasks):
@@ -238,18 +240,18 @@ def test_evaluation_does_not_change_the_mode_of_the_network(glyphs, test_tasks):
 
 def test_any_number_beats_nan_and_nan_outputs_count_as_wrong():
     for metric in ("accuracy", "squared error"):
-        found, lost = (Score.of(torch.tensor(values), metric) for values in ([0.1, 0.2], [math.nan, 1.0]))
-        assert found.beats(lost)
-        assert not lost.beats(found)
-        assert not lost.beats(lost)
+        finite, nan = (Score.of(torch.tensor(values), metric) for values in ([0.1, 0.2], [math.nan, 1.0]))
+        assert finite.beats(nan)
+        assert not nan.beats(finite)
+        assert not nan.beats(nan)
     labels = torch.zeros(1, 4, dtype=torch.int64)
     x = torch.zeros(1, 4, 2)
     outputs = torch.tensor([[[2.0, 1.0], [math.nan, 1.0], [math.nan, math.nan], [1.0, 2.0]]])
     assert score_tasks(outputs, Episodes(x, labels, x, labels)).tolist() == [0.25]
 
 
-class Given:
-    """A predictor that gives these outputs (tasks, queries, outputs), in turn."""
+class FixedOutputs:
+    """A predictor that returns fixed outputs, (tasks, queries, outputs), task by task."""
 
     device = torch.device("cpu")
 
@@ -266,14 +268,14 @@ def test_tasks_on_which_adaptation_diverged_count_as_wrong_and_are_counted(test_
     labels = torch.cat([test_tasks.sample(n, g).query_y for g in [torch.Generator().manual_seed(0)] for n in (16, 4)])
     outputs = torch.nn.functional.one_hot(labels, 5).float()
     outputs[[2, 17]] = bad
-    score = evaluate(Given(outputs), test_tasks, tasks=20)
+    score = evaluate(FixedOutputs(outputs), test_tasks, tasks=20)
     assert score.values.tolist() == [0.0 if task in (2, 17) else 1.0 for task in range(20)]
     assert score.diverged == 2
     assert str(score).endswith("(adaptation diverged on 2 of 20 tasks)")
 
 
 def test_the_accuracy_is_nan_if_adaptation_diverged_on_every_task(test_tasks):
-    score = evaluate(Given(torch.full((6, 15, 5), math.nan)), test_tasks, tasks=6)
+    score = evaluate(FixedOutputs(torch.full((6, 15, 5), math.nan)), test_tasks, tasks=6)
     assert math.isnan(score.mean)
     assert math.isnan(score.ci95)
     assert score.diverged == score.tasks == 6
@@ -282,7 +284,7 @@ def test_the_accuracy_is_nan_if_adaptation_diverged_on_every_task(test_tasks):
 def test_the_squared_error_is_nan_if_adaptation_diverged_and_names_the_number_of_tasks():
     outputs = torch.zeros(20, 10, 1)
     outputs[4, 0] = math.inf
-    score = evaluate(Given(outputs), Sinusoid(), tasks=20)
+    score = evaluate(FixedOutputs(outputs), Sinusoid(), tasks=20)
     assert math.isnan(score.mean)
     assert score.values.isfinite().sum() == 19
     assert "diverged on 1 of 20 tasks" in str(score)
@@ -292,9 +294,9 @@ def test_a_feature_table_also_counts_diverged_tasks(glyphs, test_tasks):
     features = torch.randn(1, len(glyphs.labels), 8, generator=torch.Generator().manual_seed(0))
     table, net = FeatureTable(features, torch.arange(len(glyphs.labels))), mlp(3, 5, width=8)
     models = [Model(chosen, net, parameters(chosen, net)) for chosen in (method("anil"), method("anil", lr=3e38))]
-    good, lost = table.evaluate(models, test_tasks, tasks=20)
-    assert (good.diverged, lost.diverged) == (0, 20)
-    assert math.isnan(lost.mean)
+    finite, diverged = table.evaluate(models, test_tasks, tasks=20)
+    assert (finite.diverged, diverged.diverged) == (0, 20)
+    assert math.isnan(diverged.mean)
 
 
 @pytest.mark.parametrize("name", ["maml", "anil"])

@@ -14,6 +14,7 @@ from cases import flattened
 from metabridge import Engine, Episodes, InputError, Score, evaluate, fit, method, parameters
 from metabridge.environments import SharedRepresentation, Sinusoid
 from metabridge.models import Network, conv4, mlp, resnet12
+from metabridge.schedules import Cosine
 from metabridge.training import Model, Point, load, trainer
 from metabridge.training.checkpoint import RunFolder
 
@@ -48,6 +49,42 @@ def test_training_on_glyphs_beats_the_untrained_net(glyphs, tasks, name, iterati
     run = fit(net, chosen, train, iterations=iterations, batch_size=batch, lr=3e-3, progress=False)
     after = evaluate(run, tasks["test"], tasks=100)
     assert after.mean - after.ci95 > before.mean + before.ci95
+
+
+def test_a_schedule_is_accepted_by_name():
+    def weights(schedule):
+        options = {"iterations": 3, "mode": "loop", "progress": False}
+        return flattened(fit(mlp(1, 1), method("maml"), Sinusoid(), schedule=schedule, **options).params)
+
+    assert torch.equal(weights("cosine"), weights(Cosine()))
+    assert not torch.equal(weights("cosine"), weights("constant"))
+    with pytest.raises(InputError, match="schedule is 'linear', but must be one of constant, step, cosine, plateau"):
+        weights("linear")
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda images: fit(mlp(1, 1), method("maml"), images),
+            r"environment is a LabeledImages.*images\.tasks\('train",
+        ),
+        (lambda images: fit(mlp(1, 1), method("maml"), Sinusoid), "environment is the class Sinusoid"),
+        (lambda images: fit(mlp(1, 1), method("maml"), Sinusoid(), validate=images), "validate is a LabeledImages"),
+        (lambda images: fit(nn.Linear(1, 1), method("maml"), Sinusoid()), r"net is a Linear.*Network\.around\("),
+        (lambda images: evaluate(mlp(1, 1), Sinusoid()), "model is a Network.*Pass the run that fit returns"),
+        (lambda images: evaluate(trained_model(), images), "environment is a LabeledImages"),
+        (lambda images: evaluate(trained_model(), 5), r"environment is an int.*such as Sinusoid\(\)"),
+    ],
+)
+def test_an_argument_of_another_type_is_rejected(glyphs, make, message):
+    with pytest.raises(InputError, match=message):
+        make(glyphs)
+
+
+def trained_model():
+    maml, net = method("maml"), mlp(1, 1)
+    return Model(maml, net, parameters(maml, net))
 
 
 def test_notebooks_show_a_run_as_a_table():
@@ -101,7 +138,7 @@ def test_the_seed_determines_the_weights_with_dropout_and_many_threads(monkeypat
 
 
 def test_the_best_parameters_are_kept_and_copied_into_the_network():
-    """A rate so large that training only harms: the first validation is then the best."""
+    """The learning rate is so large that the score decreases, and the first validation is the best."""
     net = mlp(1, 1)
     run = fit(
         net,
@@ -161,9 +198,9 @@ def test_between_validations_a_run_is_saved_every_minute(tmp_path, monkeypatch):
 def test_without_a_terminal_every_validation_is_printed_to_stderr(capsys):
     options = {"validate": Sinusoid(), "iterations": 4, "validate_every": 2, "validate_tasks": 2}
     fit(mlp(1, 1), method("maml"), Sinusoid(), **options, name="training")
-    printed, told = capsys.readouterr()
-    assert printed == ""
-    assert [line.split(":")[0] for line in told.splitlines() if "validation" in line][:2] == [
+    stdout, stderr = capsys.readouterr()
+    assert stdout == ""
+    assert [line.split(":")[0] for line in stderr.splitlines() if "validation" in line][:2] == [
         "training 2/4",
         "training 4/4",
     ]
@@ -190,18 +227,18 @@ def test_invalid_counts_raise_an_error():
 
 
 @pytest.fixture
-def scored(monkeypatch):
-    """Give validations made-up scores, and keep the head that each of them judged."""
+def with_scores(monkeypatch):
+    """Let validations return fixed scores, and record the weights of each evaluated head."""
 
     def call(means: list[float], metric: str = "accuracy") -> list[torch.Tensor]:
-        judged: list[torch.Tensor] = []
+        evaluated_heads: list[torch.Tensor] = []
 
-        def made_up(model, *_, **__) -> Score:
-            judged.append(model.params["head.weight"].detach().clone())
-            return Score(means[len(judged) - 1], 0.01, 10, torch.empty(0), metric)
+        def fixed_score(model, *_, **__) -> Score:
+            evaluated_heads.append(model.params["head.weight"].detach().clone())
+            return Score(means[len(evaluated_heads) - 1], 0.01, 10, torch.empty(0), metric)
 
-        monkeypatch.setattr("metabridge.training.trainer.evaluate", made_up)
-        return judged
+        monkeypatch.setattr("metabridge.training.trainer.evaluate", fixed_score)
+        return evaluated_heads
 
     return call
 
@@ -217,16 +254,16 @@ def scored(monkeypatch):
     ],
 )
 def test_training_stops_after_more_than_patience_validations_without_a_new_best_score(
-    scored, means, metric, patience, validations, best
+    with_scores, means, metric, patience, validations, best
 ):
-    judged = scored(means, metric)
+    evaluated_heads = with_scores(means, metric)
     options = {"iterations": 12, "validate_every": 2, "patience": patience, "progress": False}
     run = fit(mlp(1, 1), method("maml"), Sinusoid(), validate=Sinusoid(), **options)
     assert [point.iteration for point in run.curve] == list(range(2, 2 * validations + 1, 2))
     assert run.finished
     assert run.best.mean == means[best]
-    assert torch.equal(run.params["head.weight"], judged[best])
-    assert not torch.equal(judged[best], judged[best - 1])
+    assert torch.equal(run.params["head.weight"], evaluated_heads[best])
+    assert not torch.equal(evaluated_heads[best], evaluated_heads[best - 1])
 
 
 def test_the_learning_curve_has_the_mean_loss_since_the_previous_point(monkeypatch):
@@ -331,10 +368,10 @@ def test_numpy_numbers_are_accepted_and_stored_as_python_numbers(tmp_path):
     numbers = {"iterations": np.int64(2), "batch_size": np.int32(2), "seed": np.uint8(3), "patience": np.int16(1)}
     numbers |= {"lr": np.float32(0.01), "weight_decay": np.float64(0.5), "validate_every": torch.tensor(1)}
     run = fit(mlp(1, 1), method("maml"), Sinusoid(), **numbers, out=tmp_path, progress=False)
-    kept = load(tmp_path).settings["training"]
-    assert {name: kept[name] for name in numbers} == {name: value.item() for name, value in numbers.items()}
-    plain = {name: value.item() for name, value in numbers.items()}
-    again = fit(mlp(1, 1), method("maml"), Sinusoid(), **plain, out=tmp_path, progress=False)
+    stored = load(tmp_path).settings["training"]
+    assert {name: stored[name] for name in numbers} == {name: value.item() for name, value in numbers.items()}
+    python_numbers = {name: value.item() for name, value in numbers.items()}
+    again = fit(mlp(1, 1), method("maml"), Sinusoid(), **python_numbers, out=tmp_path, progress=False)
     assert torch.equal(again.params["head.weight"], run.params["head.weight"])
 
 
@@ -342,9 +379,9 @@ def test_numpy_numbers_are_accepted_and_stored_as_python_numbers(tmp_path):
 def test_numpy_numbers_in_methods_and_tasks_are_stored_as_python_numbers(tmp_path, lr):
     tasks = SharedRepresentation(dimension=2, variances=(1.0,), noise=np.float32(0.5))
     fit(mlp(2, 1), method("maml", lr=lr), tasks, iterations=1, out=tmp_path, progress=False)
-    kept = load(tmp_path)
-    assert kept.method.inner == method("maml", lr=lr).inner
-    assert kept.settings["tasks"]["noise"] == 0.5
+    run = load(tmp_path)
+    assert run.method.inner == method("maml", lr=lr).inner
+    assert run.settings["tasks"]["noise"] == 0.5
 
 
 def test_a_missing_gpu_raises_an_error(monkeypatch, tmp_path):
@@ -384,6 +421,6 @@ def test_training_with_dropout_in_two_threads_gives_the_same_result_as_one_after
     expected = [weights(1, nets[0]), weights(2, nets[1])]
     state = torch.get_rng_state()
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(weights, [1, 2], nets[2:]))
-    assert all(map(torch.equal, found, expected))
+        weights_in_threads = list(pool.map(weights, [1, 2], nets[2:]))
+    assert all(map(torch.equal, weights_in_threads, expected))
     assert torch.equal(torch.get_rng_state(), state)

@@ -48,8 +48,8 @@ def test_the_default_configuration_of_every_method_trains_on_images(name):
 
 
 def test_validation_has_as_many_ways_and_queries_as_classes_and_images_allow():
-    own = validation_tasks(ImageTrainingConfig("anil", ways=5, validate_shots=2), images(per_class=6))
-    assert (own.ways, own.shots, own.queries) == (3, 2, 4)
+    small = validation_tasks(ImageTrainingConfig("anil", ways=5, validate_shots=2), images(per_class=6))
+    assert (small.ways, small.shots, small.queries) == (3, 2, 4)
     large = validation_tasks(ImageTrainingConfig("anil", ways=2), images(per_class=30))
     assert (large.ways, large.shots, large.queries) == (2, 1, 15)
 
@@ -68,7 +68,7 @@ def test_without_validation_classes_there_is_no_validation():
 
 
 @pytest.mark.parametrize(
-    ("given", "channels", "expected"),
+    ("augment", "channels", "expected"),
     [
         (None, 3, Augment(padding=4)),
         (None, 1, None),
@@ -77,8 +77,8 @@ def test_without_validation_classes_there_is_no_validation():
         (Augment(scale=(0.5, 1.0)), 1, Augment(scale=(0.5, 1.0))),
     ],
 )
-def test_color_images_are_augmented_by_default(given, channels, expected):
-    assert augmentation_of(ImageTrainingConfig("anil", augment=given), images(channels)) == expected
+def test_color_images_are_augmented_by_default(augment, channels, expected):
+    assert augmentation_of(ImageTrainingConfig("anil", augment=augment), images(channels)) == expected
 
 
 def test_rotations_make_four_training_classes_of_each_and_do_not_change_validation():

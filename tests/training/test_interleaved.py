@@ -22,7 +22,7 @@ from small_runs import on_colors, on_sinusoids
 
 @pytest.fixture
 def interruptible():
-    """Let Ctrl-C interrupt, whatever was inherited: a shell starts what it runs in the background without."""
+    """Let SIGINT raise KeyboardInterrupt; a shell starts background processes with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -106,12 +106,12 @@ sys.path.insert(0, {tests!r})
 from pathlib import Path
 from small_runs import on_sinusoids
 
-def told(count):
+def on_sample(count):
     if count == 6:
         print("training", flush=True)
         sys.stdin.read()
 
-on_sinusoids(Path(sys.argv[1]), told)
+on_sinusoids(Path(sys.argv[1]), on_sample)
 """
 
 
@@ -131,22 +131,22 @@ def test_a_locked_folder_can_be_loaded_but_not_written_by_another_process(tmp_pa
         assert [point.iteration for point in load(out).curve] == [4]
         other.stdin.close() if end == "close" else other.kill()
         assert other.wait() == (0 if end == "close" else -signal.SIGKILL)
-    found = on_sinusoids(out)
-    assert found.finished
-    assert all(torch.equal(value, expected.params[name]) for name, value in found.params.items())
+    run = on_sinusoids(out)
+    assert run.finished
+    assert all(torch.equal(value, expected.params[name]) for name, value in run.params.items())
     assert {file.name for file in out.iterdir()} == {file.name for file in (tmp_path / "once").iterdir()}
 
 
 def test_only_one_of_several_threads_can_train_in_a_folder(tmp_path):
-    under_way, refused = threading.Event(), threading.Event()
+    started, refused = threading.Event(), threading.Event()
 
     def first(count: int) -> None:
-        under_way.set()
+        started.set()
         assert refused.wait(600)
 
     thread = threading.Thread(target=on_sinusoids, args=(tmp_path, first))
     thread.start()
-    assert under_way.wait(600)
+    assert started.wait(600)
     try:
         with pytest.raises(InputError, match="is in use by process"):
             on_sinusoids(tmp_path)
@@ -202,11 +202,11 @@ def test_a_trainer_that_failed_to_start_or_was_closed_unlocks_its_folder(tmp_pat
 
 @pytest.mark.parametrize("name", ["mtl", "rfs"])
 def test_training_and_caller_do_not_share_random_numbers(tmp_path, name):
-    def train(out: Path | None, told=lambda count: None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    def train(out: Path | None, on_sample=lambda count: None) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         torch.manual_seed(7)
         expected = torch.rand(3)
         torch.manual_seed(7)
-        params = on_colors(name, out, told, iterations=3).params
+        params = on_colors(name, out, on_sample, iterations=3).params
         assert torch.equal(torch.rand(3), expected)
         return params, expected
 

@@ -13,7 +13,7 @@ CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def reference_step(param: Tensor, grad: Tensor, momentum: Tensor, lr: float) -> None:
-    """One step on one filter bank, written from the definition with a singular value decomposition's polynomial."""
+    """Compute one step of one filter bank from the definition, with the polynomial applied to singular values."""
     momentum.mul_(0.9).add_(grad)
     step = (grad + 0.9 * momentum).flatten(1).double()
     left, values, right = torch.linalg.svd(step / (step.norm() + 1e-7), full_matrices=False)

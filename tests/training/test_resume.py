@@ -1,4 +1,4 @@
-"""A run which was stopped, in whatever way, ends as one which was not, or is not taken up at all."""
+"""A resumed run has the same result as an uninterrupted one; a run that does not match raises an error."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from metabridge.models import DropBlock, Network, mlp, resnet12
 from metabridge.schedules import Constant, Cosine, Plateau, Step
 from metabridge.training import Augment, Run, Trainer, TrainingConfig, fitting, load
 from metabridge.training.checkpoint import RunFolder
-from small_runs import SINUSOIDS, Watched, colors, on_colors, on_sinusoids
+from small_runs import SINUSOIDS, CountingEnvironment, colors, on_colors, on_sinusoids
 
 
 def without_times(lines: list[dict]) -> list[dict]:
@@ -30,29 +30,31 @@ def without_times(lines: list[dict]) -> list[dict]:
 
 
 def contents(folder: Path) -> dict[str, object]:
-    """All that a run's folder holds but how long things took."""
-    found: dict[str, object] = {"settings": json.loads((folder / "settings.json").read_text())}
-    found["metrics"] = without_times([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+    """The contents of a run folder without durations."""
+    content: dict[str, object] = {"settings": json.loads((folder / "settings.json").read_text())}
+    content["metrics"] = without_times(
+        [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    )
     for name in ("weights", "state"):
         with safe_open(folder / f"{name}.safetensors", "pt") as file:
             notes = json.loads(file.metadata()["metabridge"])
-            found[name] = {key: file.get_tensor(key).numpy().tobytes() for key in file.keys()}  # noqa: SIM118
-        found[f"{name} notes"] = without_times([notes])[0] | {"curve": without_times(notes["curve"])}
-    return found
+            content[name] = {key: file.get_tensor(key).numpy().tobytes() for key in file.keys()}  # noqa: SIM118
+        content[f"{name} notes"] = without_times([notes])[0] | {"curve": without_times(notes["curve"])}
+    return content
 
 
-def assert_same_run(found: Run, folder: Path, expected: Run, reference: Path) -> None:
+def assert_same_run(run: Run, folder: Path, expected: Run, reference: Path) -> None:
     assert contents(folder) == contents(reference)
-    assert all(torch.equal(value, expected.params[name]) for name, value in found.params.items())
-    assert all(torch.equal(value, expected.net.state_dict()[name]) for name, value in found.net.state_dict().items())
-    assert [replace(p, seconds=0, score=None) for p in found.curve] == [
+    assert all(torch.equal(value, expected.params[name]) for name, value in run.params.items())
+    assert all(torch.equal(value, expected.net.state_dict()[name]) for name, value in run.net.state_dict().items())
+    assert [replace(p, seconds=0, score=None) for p in run.curve] == [
         replace(p, seconds=0, score=None) for p in expected.curve
     ]
-    assert found.finished
+    assert run.finished
 
 
 class Clock:
-    """Stands for the time by which `minutes` are counted."""
+    """A replacement for `time`, which measures `minutes`."""
 
     now = 0.0
 
@@ -62,24 +64,24 @@ class Clock:
 
 @pytest.fixture
 def interrupted(monkeypatch):
-    """Train several times, each stopped at a given request for tasks and in a given way, and then to the end."""
+    """Stop training at each of several calls of `sample`, and then train to the end."""
 
-    def call(train, way: str, stops: tuple[int, ...]) -> Run:
+    def call(train, stop_by: str, stops: tuple[int, ...]) -> Run:
         for stop in stops:
             clock = Clock()
             monkeypatch.setattr(fitting, "time", clock)
 
-            def told(count, stop=stop, clock=clock):
-                if count == stop and way == "interrupt":
+            def on_sample(count, stop=stop, clock=clock):
+                if count == stop and stop_by == "interrupt":
                     raise KeyboardInterrupt
                 if count == stop:
                     clock.now = 1e6
 
-            if way == "interrupt":
+            if stop_by == "interrupt":
                 with pytest.raises(KeyboardInterrupt):
-                    train(told)
+                    train(on_sample)
             else:
-                assert not train(told, minutes=1).finished
+                assert not train(on_sample, minutes=1).finished
         return train()
 
     return call
@@ -88,26 +90,30 @@ def interrupted(monkeypatch):
 SCHEDULES = {"adam": Constant(), "adamw": Cosine(warmup=0.2), "radam": Plateau(patience=0), "sgd": Step()}
 
 
-@pytest.mark.parametrize("way", ["interrupt", "minutes"])
+@pytest.mark.parametrize("stop_by", ["interrupt", "minutes"])
 @pytest.mark.parametrize("optimizer", SCHEDULES)
-def test_an_interrupted_run_ends_in_the_same_weights_as_an_uninterrupted_one(tmp_path, interrupted, optimizer, way):
+def test_an_interrupted_run_ends_in_the_same_weights_as_an_uninterrupted_one(tmp_path, interrupted, optimizer, stop_by):
     options = {"optimizer": optimizer, "schedule": SCHEDULES[optimizer], "weight_decay": 0.01}
     expected = on_sinusoids(tmp_path / "once", **options)
     for stops in ((1,), (4,), (5, 2), (7, 3, 1)):
         out = tmp_path / f"stopped {stops}"
-        found = interrupted(lambda *told, out=out, **more: on_sinusoids(out, *told, **options, **more), way, stops)
-        assert_same_run(found, out, expected, tmp_path / "once")
+        resumed = interrupted(
+            lambda *on_sample, out=out, **more: on_sinusoids(out, *on_sample, **options, **more), stop_by, stops
+        )
+        assert_same_run(resumed, out, expected, tmp_path / "once")
 
 
-@pytest.mark.parametrize("way", ["interrupt", "minutes"])
+@pytest.mark.parametrize("stop_by", ["interrupt", "minutes"])
 @pytest.mark.parametrize("name", ["mtl", "rfs"])
 def test_interruption_does_not_change_the_result_with_drop_block_and_augmentation(
-    tmp_path, interrupted, monkeypatch, name, way
+    tmp_path, interrupted, monkeypatch, name, stop_by
 ):
     monkeypatch.setattr("metabridge.training.trainer.DROP_RATE_STEPS", 3)
     expected = on_colors(name, tmp_path / "once")
-    found = interrupted(lambda *told, **more: on_colors(name, tmp_path / "twice", *told, **more), way, (2, 4))
-    assert_same_run(found, tmp_path / "twice", expected, tmp_path / "once")
+    resumed = interrupted(
+        lambda *on_sample, **more: on_colors(name, tmp_path / "twice", *on_sample, **more), stop_by, (2, 4)
+    )
+    assert_same_run(resumed, tmp_path / "twice", expected, tmp_path / "once")
 
 
 def test_the_rate_of_drop_block_rises_linearly_and_is_restored(tmp_path, monkeypatch):
@@ -123,11 +129,13 @@ def test_the_rate_of_drop_block_rises_linearly_and_is_restored(tmp_path, monkeyp
         net = resnet12(3, 18, 3, widths=(4, 4, 4, 4), drop_rate=0.3)
         next(block for block in net.modules() if isinstance(block, DropBlock)).register_forward_hook(note)
         monkeypatch.setattr(fitting, "time", clock := Clock())
-        told = Watched(tasks, lambda count, stop=stop, clock=clock: setattr(clock, "now", 60.0 * (count >= stop)))
+        counted_tasks = CountingEnvironment(
+            tasks, lambda count, stop=stop, clock=clock: setattr(clock, "now", 60.0 * (count >= stop))
+        )
         fit(
             net,
             method("rfs"),
-            told,
+            counted_tasks,
             batch_size=1,
             iterations=10,
             validate_every=10,
@@ -142,8 +150,10 @@ def test_early_stopping_is_the_same_after_an_interruption(tmp_path, interrupted)
     options = {"patience": 1, "lr": 0.5, "iterations": 40, "validate_every": 2}
     expected = on_sinusoids(tmp_path / "once", **options)
     assert expected.curve[-1].iteration < 40
-    found = interrupted(lambda *told, **more: on_sinusoids(tmp_path / "b", *told, **options, **more), "minutes", (3, 2))
-    assert_same_run(found, tmp_path / "b", expected, tmp_path / "once")
+    resumed = interrupted(
+        lambda *on_sample, **more: on_sinusoids(tmp_path / "b", *on_sample, **options, **more), "minutes", (3, 2)
+    )
+    assert_same_run(resumed, tmp_path / "b", expected, tmp_path / "once")
     again = on_sinusoids(tmp_path / "b", lambda count: pytest.fail("trained on"), **options)
     assert_same_run(again, tmp_path / "b", expected, tmp_path / "once")
 
@@ -152,13 +162,13 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
-import small_runs as own
+import small_runs
 
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 def killed_at_request(out, number):
-    own.on_sinusoids(out, lambda count: die() if count == number else None)
+    small_runs.on_sinusoids(out, lambda count: die() if count == number else None)
 
 def killed_at_write(out, number):
     replace, count = os.replace, [0]
@@ -168,10 +178,10 @@ def killed_at_write(out, number):
             die()
         replace(*paths)
     os.replace = counted
-    own.on_sinusoids(out)
+    small_runs.on_sinusoids(out)
 
 def killed_while_lengthened(out, number):
-    forked(lambda: own.on_sinusoids(out, iterations=8))
+    forked(lambda: small_runs.on_sinusoids(out, iterations=8))
     killed_at_write(out, number)
 
 def forked(call, *arguments):
@@ -182,13 +192,13 @@ def forked(call, *arguments):
     return os.WTERMSIG(os.waitpid(child, 0)[1])
 
 root = Path({root!r})
-own.on_sinusoids(root / "once")
+small_runs.on_sinusoids(root / "once")
 kills = ((killed_at_request, (1, 6, 13)), (killed_at_write, range(1, 13)), (killed_while_lengthened, (1, 2, 3, 4)))
 for kill, numbers in kills:
     for number in numbers:
         out = root / f"{{kill.__name__}} {{number}}"
         print(forked(kill, out, number))
-        forked(own.on_sinusoids, out)
+        forked(small_runs.on_sinusoids, out)
 """
 
 
@@ -208,18 +218,18 @@ def test_killing_a_run_at_any_write_or_step_does_not_change_its_result(tmp_path)
         assert {file.name for file in folder.iterdir()} == names  # no lock and no part of a file is left
 
 
-@pytest.mark.parametrize("place", ["fsync", "replace"])
+@pytest.mark.parametrize("function", ["fsync", "replace"])
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_failed_write_keeps_the_old_files_and_the_run_can_continue(tmp_path, monkeypatch, place, number):
+def test_a_failed_write_keeps_the_old_files_and_the_run_can_continue(tmp_path, monkeypatch, function, number):
     on_sinusoids(tmp_path / "once")
     out, count = tmp_path / "full", [0]
     monkeypatch.setattr(fitting, "time", clock := Clock())
-    on_sinusoids(out, lambda asked: setattr(clock, "now", 1e6) if asked == 5 else None, minutes=1)
+    on_sinusoids(out, lambda calls: setattr(clock, "now", 1e6) if calls == 5 else None, minutes=1)
     before = {file.name: file.read_bytes() for file in out.iterdir()}
-    original = getattr(os, place)
+    original = getattr(os, function)
 
     def full(*arguments):
-        if place == "fsync" and not stat.S_ISREG(os.fstat(arguments[0]).st_mode):
+        if function == "fsync" and not stat.S_ISREG(os.fstat(arguments[0]).st_mode):
             return original(*arguments)  # of a folder
         count[0] += 1
         if count[0] >= number:
@@ -227,7 +237,7 @@ def test_a_failed_write_keeps_the_old_files_and_the_run_can_continue(tmp_path, m
         return original(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, place, full)
+        patch.setattr(os, function, full)
         with pytest.raises(InputError, match=r"cannot be written \(No space left on device\)"):
             on_sinusoids(out)
     after = {file.name: file.read_bytes() for file in out.iterdir()}
@@ -260,11 +270,11 @@ def test_a_failed_write_keeps_the_old_files_and_the_run_can_continue(tmp_path, m
     ],
 )
 def test_a_setting_that_differs_from_the_run_raises_an_error_with_its_name(tmp_path, change, named):
-    given = {"net": mlp(1, 1, width=8), "method": method("maml", steps=1, lr=0.02), "environment": Sinusoid()}
-    given |= {"validate": Sinusoid(), "out": tmp_path} | SINUSOIDS
-    fit(**given, minutes=0)
+    options = {"net": mlp(1, 1, width=8), "method": method("maml", steps=1, lr=0.02), "environment": Sinusoid()}
+    options |= {"validate": Sinusoid(), "out": tmp_path} | SINUSOIDS
+    fit(**options, minutes=0)
     with pytest.raises(InputError) as caught:
-        fit(**given | change)
+        fit(**options | change)
     assert f"contains a run with other settings ({named}" in str(caught.value)
 
 
@@ -291,6 +301,14 @@ def test_a_run_cannot_continue_with_other_tasks_of_the_same_class(tmp_path, firs
         train(other)
 
 
+def test_continuing_a_run_reads_its_settings_once(tmp_path, monkeypatch):
+    on_sinusoids(tmp_path, minutes=0)
+    read, folders = RunFolder.settings, []
+    monkeypatch.setattr(RunFolder, "settings", lambda folder: folders.append(folder) or read(folder))
+    assert on_sinusoids(tmp_path).finished
+    assert folders == [RunFolder(tmp_path)]
+
+
 def test_rotated_classes_are_another_setting(tmp_path):
     data = colors()
     options = {"out": tmp_path, "iterations": 1, "progress": False}
@@ -306,12 +324,12 @@ def test_a_run_of_another_device_type_cannot_be_continued(tmp_path):
     on_sinusoids(tmp_path, minutes=0)
     tensors, notes = RunFolder(tmp_path).read("state")
     RunFolder(tmp_path).write("state", tensors | {"random.cuda": torch.zeros(16, dtype=torch.uint8)}, notes)
-    with pytest.raises(InputError, match=r"was started on a GPU. Continue it there, or name another folder\."):
+    with pytest.raises(InputError, match=r"was started on a GPU. Continue it there, or use another folder\."):
         on_sinusoids(tmp_path)
 
 
-class Wandering(nn.Module):
-    """A layer whose outputs depend on buffers that move in training, one changed in place and one replaced."""
+class ChangingBuffers(nn.Module):
+    """A layer whose outputs depend on buffers that training changes, one in place and one by assignment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -327,29 +345,38 @@ class Wandering(nn.Module):
         return x
 
 
-def with_wandering_buffers(out: Path, told=lambda count: None, **options) -> Run:
+def with_changing_buffers(out: Path, on_sample=lambda count: None, **options) -> Run:
     torch.manual_seed(0)
-    net = Network(Wandering(), nn.Linear(4, 1))
-    return fit(net, method("anil"), Watched(Sinusoid(), told), validate=Sinusoid(), out=out, **SINUSOIDS | options)
+    net = Network(ChangingBuffers(), nn.Linear(4, 1))
+    return fit(
+        net,
+        method("anil"),
+        CountingEnvironment(Sinusoid(), on_sample),
+        validate=Sinusoid(),
+        out=out,
+        **SINUSOIDS | options,
+    )
 
 
-@pytest.mark.parametrize("way", ["interrupt", "minutes"])
-def test_buffers_that_change_in_training_are_restored(tmp_path, interrupted, way):
-    expected = with_wandering_buffers(tmp_path / "once")
+@pytest.mark.parametrize("stop_by", ["interrupt", "minutes"])
+def test_buffers_that_change_in_training_are_restored(tmp_path, interrupted, stop_by):
+    expected = with_changing_buffers(tmp_path / "once")
     assert expected.net.features.count > 0
-    found = interrupted(lambda *told, **more: with_wandering_buffers(tmp_path / "twice", *told, **more), way, (7, 3))
-    assert_same_run(found, tmp_path / "twice", expected, tmp_path / "once")
-    assert all(torch.equal(*pair) for pair in zip(found.net.buffers(), expected.net.buffers(), strict=True))
+    resumed = interrupted(
+        lambda *on_sample, **more: with_changing_buffers(tmp_path / "twice", *on_sample, **more), stop_by, (7, 3)
+    )
+    assert_same_run(resumed, tmp_path / "twice", expected, tmp_path / "once")
+    assert all(torch.equal(*pair) for pair in zip(resumed.net.buffers(), expected.net.buffers(), strict=True))
 
 
 def test_a_run_of_version_0_1_0_whose_state_has_no_buffers_continues(tmp_path, monkeypatch):
     clock = Clock()
     monkeypatch.setattr(fitting, "time", clock)
-    assert not with_wandering_buffers(tmp_path, lambda count: setattr(clock, "now", 60.0 * count), minutes=5).finished
+    assert not with_changing_buffers(tmp_path, lambda count: setattr(clock, "now", 60.0 * count), minutes=5).finished
     tensors, notes = RunFolder(tmp_path).read("state")
     assert any(name.startswith("buffers.") for name in tensors)
     RunFolder(tmp_path).write("state", {k: v for k, v in tensors.items() if not k.startswith("buffers.")}, notes)
-    assert with_wandering_buffers(tmp_path).finished
+    assert with_changing_buffers(tmp_path).finished
 
 
 def with_a_frozen_layer(out: Path, frozen: str, **options) -> Run:
@@ -393,15 +420,15 @@ def test_iterations_can_be_increased_but_not_below_those_already_done(tmp_path, 
 
 
 def test_a_lengthened_run_equals_a_run_of_that_length(tmp_path):
-    """With a constant rate: what else it depends on is a function of the iteration alone."""
+    """With a constant learning rate; everything else depends only on the iteration."""
     expected = on_sinusoids(None, iterations=13)
     on_sinusoids(tmp_path, iterations=8)
     with pytest.raises(KeyboardInterrupt):
         on_sinusoids(tmp_path, lambda count: _interrupt() if count == 2 else None, iterations=13)
     assert not load(tmp_path).finished
-    found = on_sinusoids(tmp_path, iterations=13)
-    assert [point.score.mean for point in found.curve] == [point.score.mean for point in expected.curve]
-    assert all(torch.equal(value, expected.params[name]) for name, value in found.params.items())
+    resumed = on_sinusoids(tmp_path, iterations=13)
+    assert [point.score.mean for point in resumed.curve] == [point.score.mean for point in expected.curve]
+    assert all(torch.equal(value, expected.params[name]) for name, value in resumed.params.items())
 
 
 def _interrupt() -> None:
@@ -425,7 +452,7 @@ def test_a_run_without_checksums_continues(tmp_path):
 
 def test_a_run_shortened_to_its_current_iteration_ends_with_a_point_there(tmp_path):
     settings = TrainingConfig(iterations=20, validate_every=4, validate_tasks=6, batch_size=2)
-    net, chosen, tasks = mlp(1, 1, width=8), method("maml", steps=1, lr=0.02), Watched(Sinusoid())
+    net, chosen, tasks = mlp(1, 1, width=8), method("maml", steps=1, lr=0.02), CountingEnvironment(Sinusoid())
     begun = Trainer(net, chosen, tasks, settings, validate=Sinusoid(), mode="loop", out=tmp_path)
     for _ in range(6):
         begun.step()

@@ -30,19 +30,19 @@ def config(name: str, **options: object) -> ImageTrainingConfig:
 
 @pytest.mark.parametrize("name", ["mtl", "rfs"])
 def test_zero_smoothing_does_not_change_training(name: str, images) -> None:
-    plain = train_on_images(config(name), images, progress=False)
+    baseline = train_on_images(config(name), images, progress=False)
     soft = train_on_images(config(name, soft_targets=SoftTargets()), images, progress=False)
-    for key, value in plain.params.items():
+    for key, value in baseline.params.items():
         assert torch.allclose(soft.params[key], value, atol=1e-5), key
 
 
 @pytest.mark.parametrize("name", ["mtl", "rfs"])
 @pytest.mark.parametrize("options", [{"smoothing": 0.3}, {"mixup": 0.5}, {"distillation": 0.5}])
 def test_soft_targets_change_the_trained_weights(name: str, options: dict[str, float], images) -> None:
-    plain = train_on_images(config(name), images, progress=False)
+    baseline = train_on_images(config(name), images, progress=False)
     teacher = train_on_images(config(name, seed=1), images, progress=False) if "distillation" in options else None
     soft = train_on_images(config(name, soft_targets=SoftTargets(**options)), images, progress=False, teacher=teacher)
-    assert not torch.allclose(soft.params["heads.weight"], plain.params["heads.weight"])
+    assert not torch.allclose(soft.params["heads.weight"], baseline.params["heads.weight"])
 
 
 @pytest.mark.parametrize("name", ["mtl", "rfs"])
@@ -70,26 +70,26 @@ def test_mixed_targets_have_the_weights_of_mixed_images() -> None:
 @pytest.mark.parametrize("ema_decay", [None, 0.5])
 def test_a_resumed_run_ends_in_the_same_weights(ema_decay: float | None, images, tmp_path) -> None:
     options = {"soft_targets": SoftTargets(smoothing=0.1, mixup=0.3), "optimizer": "muon", "ema_decay": ema_decay}
-    whole = train_on_images(config("rfs", **options), images, progress=False)
+    uninterrupted = train_on_images(config("rfs", **options), images, progress=False)
     fitting = image_trainer(config("rfs", **options), images, out=tmp_path)
     for _ in range(3):
         fitting.step()
     fitting.save()
     fitting.close()
     resumed = train_on_images(config("rfs", **options), images, out=tmp_path, progress=False)
-    assert resumed.params.keys() == whole.params.keys()
-    assert all(torch.equal(value, resumed.params[key]) for key, value in whole.params.items())
+    assert resumed.params.keys() == uninterrupted.params.keys()
+    assert all(torch.equal(value, resumed.params[key]) for key, value in uninterrupted.params.items())
 
 
 def test_the_moving_average_is_a_mean_of_the_weights(images) -> None:
-    plain, averaged = (
+    baseline, averaged = (
         image_trainer(config("rfs", ema_decay=each, iterations=1, validate_every=1), images) for each in (None, 0.9)
     )
     start = averaged.params["heads.weight"].detach().clone()
-    plain.step(), averaged.step()
-    ended = plain.params["heads.weight"]
-    kept = averaged.run().params["heads.weight"]
-    assert torch.allclose(kept, torch.lerp(start, ended, 1 - 1 / 10), atol=1e-6)
+    baseline.step(), averaged.step()
+    last = baseline.params["heads.weight"]
+    average = averaged.run().params["heads.weight"]
+    assert torch.allclose(average, torch.lerp(start, last, 1 - 1 / 10), atol=1e-6)
 
 
 def test_methods_and_teachers_that_do_not_match_raise_an_error(images) -> None:
@@ -111,6 +111,6 @@ def test_training_the_teachers_network_does_not_change_the_teacher(images) -> No
     episodes = training_tasks(config("mtl"), images, method_of(config("mtl"))).sample(
         1, torch.Generator().manual_seed(0)
     )
-    found = soft(episodes, torch.Generator().manual_seed(0)).support_y
+    targets = soft(episodes, torch.Generator().manual_seed(0)).support_y
     expected = Softener(SoftTargets(distillation=1.0), run.method, replace(run, net=run.net.eval()))
-    assert torch.equal(found, expected(episodes, torch.Generator().manual_seed(0)).support_y)
+    assert torch.equal(targets, expected(episodes, torch.Generator().manual_seed(0)).support_y)

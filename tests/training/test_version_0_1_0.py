@@ -117,11 +117,11 @@ def test_a_run_that_version_0_1_0_stopped_ends_in_the_weights_that_it_would_have
     shutil.copytree(DATA / f"{name}-halfway", tmp_path / "run")
     train(name, tmp_path / "run")
     for file in ("weights", "state"):
-        found, expected = (RunFolder(folder).read(file)[0] for folder in (tmp_path / "run", DATA / name))
+        tensors, expected = (RunFolder(folder).read(file)[0] for folder in (tmp_path / "run", DATA / name))
         for group in ("params", "average", "buffers", "moments"):
-            torch.testing.assert_close(select_group(found, group), select_group(expected, group))
+            torch.testing.assert_close(select_group(tensors, group), select_group(expected, group))
         states = select_group(expected, "random")
-        assert all(torch.equal(value, states[key]) for key, value in select_group(found, "random").items())
+        assert all(torch.equal(value, states[key]) for key, value in select_group(tensors, "random").items())
 
 
 @pytest.mark.parametrize("name", ["maml-rates", "mtl", "rfs", "anil-frozen"])

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 import typer
 
+from metabridge.choices import alternatives
 from metabridge.cli import (  # noqa: F401  # importing these modules registers their commands
     data_commands,
     diagnose_command,
@@ -36,7 +37,7 @@ def main() -> None:
     except InputError as error:
         _exit_with_error(_with_option_names(str(error)), 2)
     except UsageError as error:
-        _exit_with_error(error.format_message(), 2)
+        _exit_with_error(_usage_message(error), 2)
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED_STATUS
     except OSError as error:
@@ -60,17 +61,54 @@ def _is_resumable(words: list[str]) -> bool:
     return words[:1] in (["train"], ["search"])
 
 
+def _usage_message(error: typer.BadParameter) -> str:
+    """Return the message of a usage error; for an invalid value, the option, the value and what is valid."""
+    param: Any = error.param if isinstance(error, typer.BadParameter) else None
+    validation_error: Any = error.__cause__
+    if param is None or not hasattr(validation_error, "errors"):
+        return error.format_message()
+    value = validation_error.errors()[0]["input"]
+    if choices := param.type_descriptor.choices:
+        return f"{param.opts[0]} is {value}, but must be {alternatives(map(str, choices))}."
+    number = "an integer" if param.type_descriptor.annotation is int else "a number"
+    at_least = "" if param.min is None else f" of at least {param.min}"
+    bounds = at_least if param.max is None else f" from {param.min} to {param.max}"
+    return f"{param.opts[0]} is {value}, but must be {number}{bounds}."
+
+
 def _with_option_names(message: str) -> str:
-    """Replace `Use min_images=3` with `Use --min-images 3` if the current command has that option."""
+    """Replace names of arguments in a message of the library by the options of the current command.
+
+    Replaced are `NAME is` at the start; NAME after "Use", "Omit", "Leave" and "Remove"; and names with underscores. A
+    name that was passed as NAME=VALUE, for example with `--option`, is not replaced.
+    """
     command = typer.main.get_command(app)
     for word in _command_words():
         command = command.commands[word]  # type: ignore[attr-defined]
-    option_names = {param.name: param.opts[0] for param in command.params if param.opts[0].startswith("--")}
+    options = {param.name: param.opts[0] for param in command.params if param.opts[0].startswith("--")}
+    options = {name: option for name, option in options.items() if not _is_passed_as_pair(name)}
+    if "data" in options:
+        message = re.sub("^the data set is ", "data is ", message)
+    names = "|".join(options) or "(?!)"
+    underscored_names = "|".join(name for name in options if "_" in name) or "(?!)"
+    values = r"=(['\"]?)([\w.-]*\w)\2(?: \(--[^)]*\))?"  # such as ='logistic' (--head logistic)
+    message = re.sub(rf"(?<=\b[Uu]se )({names}){values}", lambda match: f"{options[match[1]]} {match[3]}", message)
+    for pattern in (
+        rf"^(?:{names})(?= is )",
+        rf"(?<=\b[Oo]mit )(?:{names})(?=[ .])",
+        rf"(?<=\bLeave )(?:{names})(?= out\b)",
+        rf"(?<=\bRemove )(?:{names})(?: and (?:{names}))*(?=\.)",
+        rf"(?<!\S)(?:{underscored_names})(?![^\s.,;])",
+    ):
+        message = re.sub(
+            pattern, lambda match: re.sub(rf"\b(?:{names})\b", lambda name: options[name[0]], match[0]), message
+        )
+    return message
 
-    def option_text(match: re.Match[str]) -> str:
-        return f"{option_names[match[1]]} {match[3]}" if match[1] in option_names else match[0]
 
-    return re.sub(r"(?<=\bUse )(\w+)=(['\"]?)([\w.-]*\w)\2", option_text, message)
+def _is_passed_as_pair(name: str) -> bool:
+    """Return whether the command line contains NAME=VALUE, as a value of `--option` or `--model-option`."""
+    return any(re.match(rf"(?:-o|--(?:model-)?option=)?{name}=", word) for word in sys.argv[1:])
 
 
 def _command_words() -> list[str]:

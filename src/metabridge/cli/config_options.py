@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from collections.abc import Callable
 from dataclasses import Field
 from typing import Annotated, Any
@@ -12,9 +13,10 @@ import typer
 
 from metabridge.cli.options import MAX_SEED, at_most
 from metabridge.errors import InputError
-from metabridge.schedules import schedule
+from metabridge.schedules import SCHEDULES, schedule
 from metabridge.training.config import (
     METHOD_DEFAULTS,
+    Choice,
     ImageTrainingConfig,
     IntegerRange,
     SoftTargets,
@@ -37,6 +39,8 @@ OPTION_TYPES: dict[str, Any] = {
     "Augment | bool": bool,
     "Mapping[str, object]": list[str],
 }
+# Names of the options' values in the help, for each field annotation.
+METAVARS = {"Mapping[str, object]": "KEY=VALUE", "Schedule": "|".join(SCHEDULES), "str": "NAME"}
 # Nested configurations, whose fields also become options, for each field annotation.
 NESTED: dict[str, Any] = {"SoftTargets": SoftTargets}
 
@@ -126,19 +130,27 @@ def _parameter_type(field: Field[Any]) -> Any:
         has_range = isinstance(check, IntegerRange)
         maximum = check.maximum if has_range else MAX_SEED
         bounds = {"min": check.minimum if has_range else 0, "callback": at_most(maximum)}
-    metavar = "KEY=VALUE" if option_type == list[str] else None
+    metavar = METAVARS.get(_annotation(field)) or ("|".join(check.words) if isinstance(check, Choice) else None)
     flags = field.metadata["flags"] or ()
+    if option_type is bool and field.default is False:
+        flags = (flag_name(field),)  # without a second option that turns it off
     return Annotated[option_type | None, typer.Option(*flags, help=_help(field), metavar=metavar, **bounds)]
 
 
 def _help(field: Field[Any]) -> str:
-    """Return the help text of an option, with its default unless the default depends on the method."""
+    """Return the help text of an option, with its default unless the default depends on the method.
+
+    Names of other options, in backticks, are replaced by those options.
+    """
     repeatable = " Can be repeated." if OPTION_TYPES[_annotation(field)] == list[str] else ""
     configs = (default_config("maml"), *METHOD_DEFAULTS.values())
     defaults = [getattr(config, field.name, field.default) for config in configs]
     if field.name == "method" or all(default == defaults[0] for default in defaults):
-        return help_text(field) + repeatable
-    return f"{field.metadata['help']} Default: depends on the method."
+        text = help_text(field) + repeatable
+    else:
+        text = f"{field.metadata['help']} Default: depends on the method."
+    flags = {name: flag_name(other) for name, other in options_of(ImageTrainingConfig).items()}
+    return re.sub(r"`(\w+)`", lambda match: flags.get(match[1], match[0]), text)
 
 
 def _parse(field: Field[Any], value: Any) -> Any:

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from metabridge.cli.help_format import App
 from metabridge.cli.options import QueriesOption, ShotsOption, app, at_most
 from metabridge.cli.terminal import print_stdout, print_table
-from metabridge.errors import MAX_COUNT
+from metabridge.errors import MAX_COUNT, InputError
 
 if TYPE_CHECKING:
     from metabridge.datasets import DatasetReport
 
-data_app = typer.Typer()
+data_app = App()
 app.add_typer(data_app, name="data")
 
 
@@ -27,15 +27,20 @@ def show_help(context: typer.Context) -> None:
 
 @data_app.command()
 def check(
-    path: Annotated[Path, typer.Argument(metavar="PATH", help="Folder or file of the data set.")],
-    data: Annotated[
+    path: Annotated[
+        str,
+        typer.Argument(metavar="PATH", help="Folder or file of the data set, or NAME:PATH to specify its format too."),
+    ],
+    format_name: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Format of the data set, such as omniglot. Default: detected from the files."
+            "--format",
+            metavar="NAME",
+            help="Format of the data set, such as omniglot. Default: detected from the files.",
         ),
     ] = None,
     ways: Annotated[int, typer.Option(min=1, callback=at_most(MAX_COUNT), help="Number of classes per task.")] = 5,
-    shots: ShotsOption = 1,
+    shots: ShotsOption = 5,
     queries: QueriesOption = 15,
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit with status 2 instead of 1 if there are problems.")
@@ -44,14 +49,21 @@ def check(
     """Read every image of a data set, and report its splits and any problems.
 
     Problems are unreadable images, duplicate images across splits, empty classes, and splits with too few classes or
-    images for the tasks. The validation split needs only two classes. The exit status is 0 if there are no problems,
-    1 if there are problems (2 with --strict), and 2 if the data set cannot be read.
+    images for the tasks. The validation split needs only two classes, because training validates with fewer ways and
+    queries if necessary. The exit status is 0 if there are no problems, 1 if there are problems (2 with --strict), and
+    2 if the data set cannot be read.
 
-    Example: **metabridge data check photos --ways 5 --shots 1**
+    Example: **metabridge data check photos --ways 5 --shots 5**
     """
     from metabridge.datasets import check_dataset
+    from metabridge.datasets.loading import DATASETS
 
-    report = check_dataset(path, data=data, ways=ways, shots=shots, queries=queries)
+    prefix, _, rest = path.partition(":")
+    if rest and format_name is None and prefix in DATASETS:
+        format_name, path = prefix, rest
+    if format_name is not None and format_name not in DATASETS:
+        raise InputError(f"--format is '{format_name}', but must be one of {', '.join(DATASETS)}.")
+    report = check_dataset(path, data=format_name, ways=ways, shots=shots, queries=queries)
     _print_report(report, f"{ways}-way {shots}-shot tasks")
     if not report.fine:
         raise typer.Exit(2 if strict else 1)

@@ -17,6 +17,7 @@ from metabridge.cli.options import (
     SeedOption,
     ShotsOption,
     SizeOption,
+    SplitOption,
     WaysOption,
     app,
     device_name,
@@ -40,14 +41,18 @@ def diagnose(
     model: Annotated[
         str,
         typer.Option(
+            metavar="NAME|DIR",
             help=f"Feature extractor: an untrained network ({alternatives(model_names())}), or the folder of a "
-            "trained run."
+            "trained run.",
         ),
     ] = "conv4",
     out: Annotated[
-        Path, typer.Option(help="Folder for the report: index.html, its figures, and diagnosis.json with all numbers.")
+        Path,
+        typer.Option(
+            metavar="DIR", help="Folder for the report: index.html, its figures, and diagnosis.json with all numbers."
+        ),
     ] = Path("diagnosis"),
-    split: Annotated[str, typer.Option(help="Split of the data set: train, validation or test.")] = "train",
+    split: SplitOption = "train",
     ways: WaysOption = 5,
     shots: ShotsOption = 1,
     queries: QueriesOption = 15,
@@ -72,7 +77,7 @@ def diagnose(
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
 ) -> None:
-    """Recommend pre-training without adaptation, ANIL or MAML for a data set, without training a network.
+    """Recommend a method for a data set: MAML, ANIL, or pre-training without adaptation. No network is trained.
 
     Samples tasks and fits a linear model on the network's features to each task. From these models, estimates the
     hardness of the tasks and the distances between their solutions. Predicts how much an inner loop in training

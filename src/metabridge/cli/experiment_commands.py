@@ -28,7 +28,10 @@ class Scale(StrEnum):
 @app.command()
 def demo(
     out: Annotated[
-        Path, typer.Option(help="Folder for the page index.html, its pictures, and glyphs.json with all numbers.")
+        Path,
+        typer.Option(
+            metavar="DIR", help="Folder for the page index.html, its pictures, and glyphs.json with all numbers."
+        ),
     ] = Path("demo"),
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
@@ -54,7 +57,12 @@ def demo(
 
 @app.command()
 def reproduce(
-    name: Annotated[str, typer.Argument(metavar="ID", help=f"Experiment to run: {', '.join(experiment_modules())}.")],
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="ID", help=f"Experiment to run: {', '.join(experiment_modules())}. docs/results.md describes them."
+        ),
+    ],
     scale: Annotated[
         Scale,
         typer.Option(
@@ -64,10 +72,13 @@ def reproduce(
     ] = Scale.quick,
     device: DeviceOption = Device.auto,
     seed: SeedOption = 0,
-    out: Annotated[Path, typer.Option(help="Folder for ID.json, ID.png and training runs.")] = Path("runs"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder for ID.json, ID.png and training runs.")] = Path(
+        "runs"
+    ),
     data: Annotated[
         Path | None,
         typer.Option(
+            metavar="DIR",
             help="Folder of data sets, with subfolders such as omniglot and mini-imagenet. Default: none, which uses "
             "the built-in glyphs.",
             envvar="METABRIDGE_DATA",
@@ -108,6 +119,11 @@ def reproduce(
             raise InputError(
                 f"{name} does not support {option}, because it cannot be split into parts or resumed. Omit {option}."
             )
+    if data is not None and not data.exists():
+        raise InputError(
+            f"--data is {data}, which does not exist. Pass a folder of data sets, or omit --data to use the built-in "
+            "glyphs."
+        )
     make_folder(out)
     outcome = experiment.run(
         ExperimentOptions(scale.value, device_name(device), seed, out, data, selected_parts, minutes)
@@ -130,7 +146,7 @@ def methods() -> None:
     """List the methods with their adapted parameters, inner solver and outer gradient.
 
     The table shows the default settings of each method. Its name can be passed to **metabridge train --method** and to
-    **metabridge.method** in Python.
+    **metabridge.method** in Python. docs/training.md lists the training defaults of each method.
 
     Example: **metabridge methods**
     """

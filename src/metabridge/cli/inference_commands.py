@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import re
 import sys
 from functools import partial
 from io import StringIO
@@ -167,7 +168,10 @@ def _adapted_classifier(run: Path, support: Path, head: str | None, device: Devi
     files = [support / image for images in classes.values() for image in images]
     labels = [name for name, images in classes.items() for _ in images]
     classifier = FewShotClassifier(run, head=head, device=device_name(device))
-    return classifier.fit(files, labels)
+    try:
+        return classifier.fit(files, labels)
+    except InputError as error:
+        raise InputError(re.sub(r"^y has", "--support has", str(error))) from error
 
 
 def _query_files(query: Path) -> list[Path]:

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from metabridge.cli.help_format import App
 from metabridge.errors import MAX_COUNT, InputError
 
 if TYPE_CHECKING:
     from metabridge.environments import LabeledImages
     from metabridge.training import Model
 
-app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
+app = App(add_completion=False, rich_markup_mode="markdown", pretty_exceptions_enable=False)
 
 
 class Device(StrEnum):
@@ -29,19 +30,19 @@ class Device(StrEnum):
 MAX_SEED = 2**63 - 1
 
 
-def reject_nan(value: float | None) -> float | None:
+def reject_nan(param: typer.CallbackParam, value: float | None) -> float | None:
     """Option callback that rejects NaN, which typer's range check accepts."""
     if value is not None and math.isnan(value):
-        raise typer.BadParameter("nan is not a number.")
+        raise InputError(f"{param.opts[0]} is nan, but must be a number of at least 0.")
     return value
 
 
-def at_most(maximum: int) -> Callable[[int | None], int | None]:
+def at_most(maximum: int) -> Callable[[typer.CallbackParam, int | None], int | None]:
     """Return an option callback that rejects integers above a technical limit, which help texts need not show."""
 
-    def check(value: int | None) -> int | None:
+    def check(param: typer.CallbackParam, value: int | None) -> int | None:
         if value is not None and value > maximum:
-            raise typer.BadParameter(f"{value} is too large. Use {maximum} or less.")
+            raise InputError(f"{param.opts[0]} is {value}, which is too large. Use {maximum} or less.")
         return value
 
     return check
@@ -81,6 +82,7 @@ WaysOption = Annotated[int, typer.Option(min=2, callback=at_most(MAX_COUNT), hel
 ShotsOption = Annotated[
     int, typer.Option(min=1, callback=at_most(MAX_COUNT), help="Number of support images per class.")
 ]
+SplitOption = Annotated[str, typer.Option(metavar="train|validation|test", help="Split of the data set.")]
 QueriesOption = Annotated[
     int, typer.Option(min=1, callback=at_most(MAX_COUNT), help="Number of query images per class.")
 ]

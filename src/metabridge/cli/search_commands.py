@@ -103,9 +103,9 @@ def search(
     ] = SearchKernel.maml,
     cells: CellsOption = 5,
     channels: ChannelsOption = 48,
-    out: Annotated[Path, typer.Option(help="Folder for architecture.json, cells.png and the log search.jsonl.")] = Path(
-        "runs/search"
-    ),
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder for architecture.json, cells.png and the log search.jsonl.")
+    ] = Path("runs/search"),
     tasks: TasksOption = 3,
     ways: WaysOption = 5,
     shots: ShotsOption = 1,
@@ -184,7 +184,7 @@ def search(
 
 @app.command()
 def score(
-    model: Annotated[str, typer.Option(help=f"Network: {alternatives(model_names())}.")],
+    model: Annotated[str, typer.Option(metavar="NAME", help=f"Network: {alternatives(model_names())}.")],
     data: DataOption = "glyphs",
     kernel: Annotated[
         list[ScoreKernel] | None, typer.Option(help="Kernel to compute. Can be repeated. Default: all.")
@@ -217,8 +217,10 @@ def score(
 
     For an architecture.json, linear regions are counted as in a search: with image patches, in a network of three
     cells whose first cell has one channel, whatever --cells and --channels are. For other networks, they are counted
-    in the network itself, with whole images. Group norm replaces batch norm, so that the output for an image does not
-    depend on the batch, except when linear regions of an architecture.json are counted.
+    in the network itself, with whole images.
+
+    Batch norm is replaced by group norm, so that the output for an image does not depend on the batch. Linear regions
+    of an architecture.json are counted with batch norm.
 
     Example: **metabridge score --model runs/search/architecture.json --data glyphs**
     """

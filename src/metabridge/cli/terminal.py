@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -147,8 +148,12 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Print a warning as one line; see `warnings.showwarning` for the arguments."""
-    print_stderr(f"Note: {message}")
+    """Print a warning as one line; see `warnings.showwarning` for the arguments.
+
+    Options of training are shown as on the command line.
+    """
+    text = re.sub(r"\btrain with (\w+)='(\w+)'", r"train with --\1 \2", str(message))
+    print_stderr(f"Note: {text}")
 
 
 def _discard(stream: TextIO) -> None:

@@ -18,6 +18,7 @@ from metabridge.cli.options import (
     QueriesOption,
     SeedOption,
     SizeOption,
+    SplitOption,
     app,
     at_most,
     device_name,
@@ -28,6 +29,7 @@ from metabridge.errors import MAX_COUNT, InputError
 
 if TYPE_CHECKING:
     from metabridge.environments import LabeledImages
+    from metabridge.learners import Method
     from metabridge.training import Run, Score, Trainer
     from metabridge.training.assessment import Assessment
     from metabridge.training.config import ImageTrainingConfig
@@ -47,7 +49,7 @@ DataOption = Annotated[
     typer.Option(
         "--data",
         metavar="DATA",
-        help="Data set: glyphs (built in), a folder of images, or NAME:PATH such as omniglot:data/omniglot.",
+        help="Data set: glyphs (built in), a folder of images, or NAME:PATH, such as omniglot:data.",
     ),
 ]
 
@@ -56,14 +58,15 @@ DataOption = Annotated[
 @with_config_options
 def train(
     data: DataOption = "glyphs",
-    out: Annotated[Path, typer.Option(help="Folder in which the run is saved.")] = Path("runs/run"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder in which the run is saved.")] = Path("runs/run"),
     size: SizeOption = None,
     min_images: MinImagesOption = None,
     teacher: Annotated[
         Path | None,
         typer.Option(
+            metavar="DIR",
             help="Folder of the trained run that is the teacher for distillation (only mtl, rfs). With a teacher, "
-            "--distillation defaults to 0.5. Default: no teacher."
+            "--distillation defaults to 0.5. Default: no teacher.",
         ),
     ] = None,
     minutes: MinutesOption = None,
@@ -72,8 +75,9 @@ def train(
 ) -> None:
     """Train a few-shot model.
 
-    The defaults of most options depend on the method. The run folder contains the settings, the best weights, the
-    learning curve and a checkpoint. Run the same command again to continue a stopped run.
+    The defaults of many options depend on the method; docs/training.md lists them. The run folder contains the
+    settings, the best weights, the learning curve and a checkpoint. Run the same command again to continue a stopped
+    run.
 
     Example: **metabridge train --data photos --method mtl --out runs/photos**
     """
@@ -91,32 +95,36 @@ def train(
     torch_device = device_name(device)
     targets = SoftTargets(**({"distillation": 0.5} if teacher else {}) | config.pop("soft_targets", {}))
     options = replace(defaults, **config, soft_targets=None if targets == SoftTargets() else targets)
-    _check_method(options)
+    method = _create_method(options)
     builder(options.model, **options.model_options)
     if out.is_file():
         raise InputError(f"--out is {out}, which is a file. Pass a folder.")
     images = load_images(data, size=size, min_images=min_images)
     teacher_run = None if teacher is None else load_run(teacher, device=torch_device)
-    trainer = image_trainer(options, images, device=torch_device, out=out, teacher=teacher_run)
+    try:
+        trainer = image_trainer(options, images, device=torch_device, out=out, teacher=teacher_run, method=method)
+    except InputError as error:
+        if options.training_ways is None or not str(error).startswith(f"ways is {options.training_ways}, but split"):
+            raise
+        raise InputError(str(error).replace("ways", "training_ways")) from error
     _print_validation_ways(trainer, options.ways)
     run = run_to_end(trainer, options.method, minutes=minutes)
     _draw_curve(run, out, options.method)
     if run.best is not None:
         ways = getattr(trainer.validate, "ways", options.ways)
-        print_stdout(f"Best score on {run.best.tasks} {ways}-way validation tasks: {run.best}")
+        print_stdout(f"Best score on {run.best.tasks} validation tasks ({ways}-way): {run.best}")
     if run.finished:
         print_stdout(f"The run is in {out}. {_next_step(out, images, options.ways)}")
     else:
         print_stdout(f"Stopped after {minutes:g} minutes. Run the same command again to continue.")
 
 
-def _check_method(config: ImageTrainingConfig) -> None:
-    """Raise an `InputError` if the method rejects its options or a run cannot store them."""
-    from metabridge.training.checkpoint import write_method
+def _create_method(config: ImageTrainingConfig) -> Method:
+    """Return the method of a configuration, or raise an `InputError` if it rejects its options."""
     from metabridge.training.image_training import method_of
 
     try:
-        write_method(method_of(config))
+        return method_of(config)
     except InputError:
         raise
     except (TypeError, ValueError, KeyError) as error:
@@ -179,7 +187,7 @@ def evaluate(
         ),
     ] = None,
     queries: QueriesOption = 15,
-    split: Annotated[str, typer.Option(help="Split of the data set: train, validation or test.")] = "test",
+    split: SplitOption = "test",
     data: Annotated[
         str | None,
         typer.Option(
@@ -187,10 +195,10 @@ def evaluate(
             help="Data set, as for metabridge train --data. Default: the data set that the runs were trained on.",
         ),
     ] = None,
-    allow_training_class_names: Annotated[
+    allow_same_names: Annotated[
         bool,
         typer.Option(
-            "--allow-training-class-names",
+            "--allow-same-names",
             help="Do not raise an error if a test class has the name of a training class.",
         ),
     ] = False,
@@ -283,7 +291,7 @@ def evaluate(
     for folder, run, arguments in zip(runs, loaded_runs, load_arguments):
         model = run if test_head is None else replace(run, method=replace(run.method, test_solver=test_head))
         images = _images(folder, run, arguments, data, min_images).to(torch_device)
-        if not allow_training_class_names:
+        if not allow_same_names:
             _check_new_classes(folder, run, images, split, same_data=data is None)
         environments = {
             count: images.tasks(split, ways=ways, shots=count, queries=queries)
@@ -297,10 +305,12 @@ def evaluate(
             calibrated = _predicts_probabilities(model)
             rows.append(_table_row(folder, count, assessment, difference, calibrated=calibrated))
             report.append(_json_entry(folder, count, assessment, difference, calibrated=calibrated))
-    columns = ("run", "shots", "accuracy, %", "worst class", "calibration error", "difference from first run, points")
-    title = f"{tasks} {ways}-way tasks of the {split} split for each number of shots"
+    columns = ["run", "shots", "accuracy, %", "worst class", "calibration error"]
+    if len(runs) > 1:
+        columns.append("difference from first run, points")
+    title = f"{split.capitalize()} split, {ways}-way, {tasks} tasks per number of shots"
     if str(json_file) != STDOUT:
-        print_table(columns, rows, left_aligned=("run", "worst class"), title=title)
+        print_table(columns, [row[: len(columns)] for row in rows], left_aligned=("run", "worst class"), title=title)
     if json_file is not None:
         write_output(json_file, json_bytes(report, indent=2))
         if str(json_file) != STDOUT:
@@ -408,7 +418,7 @@ def _check_new_classes(folder: Path, run: Run, images: LabeledImages, split: str
     raise InputError(
         f"{len(shared_names)} of {len(split_names)} classes in the {split} split, such as '{shared_names[0]}', have "
         f"names of classes that the run in {folder} was trained on, but evaluation needs new classes. Remove them from "
-        "the data, or add --allow-training-class-names if only the names are the same."
+        "the data, or add --allow-same-names if only the names are the same."
     )
 
 

@@ -13,6 +13,7 @@ from metabridge.datasets.image_decoding import Unreadable, map_images, open_imag
 from metabridge.datasets.image_files import Content, assign_splits, reading_errors
 from metabridge.datasets.loading import DATASETS, detect, existing_path
 from metabridge.errors import InputError, check_count
+from metabridge.html_table import html_table
 
 
 class SplitReport(NamedTuple):
@@ -25,7 +26,8 @@ class SplitReport(NamedTuple):
         fewest: Number of images of the smallest class.
         median: Median number of images per class.
         most: Number of images of the largest class.
-        obstacle: The reason why the requested tasks cannot be sampled, with a fix; empty if they can be sampled.
+        obstacle: The reason why the requested tasks cannot be sampled, with a fix or, for the validation split, the
+            tasks that are sampled instead; empty if the requested tasks can be sampled.
 
     >>> SplitReport("test", classes=2, images=9, fewest=4, median=4.5, most=5, obstacle="").median
     4.5
@@ -87,6 +89,20 @@ class DatasetReport:
         """
         obstacles = any(split.obstacle for split in self.splits if split.name != "validation" or split.classes < 2)
         return not (self.unreadable or self.duplicates or self.empty_classes or obstacles)
+
+    def _repr_html_(self) -> str:
+        """Return a table of the splits and the number of problems, for notebooks."""
+        problems = {
+            "unreadable images": self.unreadable,
+            "groups of duplicates": self.duplicates,
+            "empty classes": self.empty_classes,
+        }
+        counts = ", ".join(f"{len(entries):,} {name}" for name, entries in problems.items())
+        rows = [
+            (split.name, f"{split.classes:,}", f"{split.images:,}", split.obstacle or "none") for split in self.splits
+        ]
+        caption = f"{self.data}: {self.description}; {counts}"
+        return html_table(caption, ("split", "classes", "images", "problem"), rows)
 
 
 def summarize_image(content: Content) -> ImageSummary:
@@ -190,7 +206,7 @@ def check_dataset(
                 median=median(sizes_in_split),
                 most=max(sizes_in_split),
                 obstacle=_obstacle(
-                    sizes_in_split, smallest_class[split], ways, shots, queries, large_class_counts.get(split, 0)
+                    split, sizes_in_split, smallest_class[split], ways, shots, queries, large_class_counts.get(split, 0)
                 ),
             )
             for split, sizes_in_split in class_sizes.items()
@@ -205,19 +221,33 @@ def check_dataset(
 
 
 def _obstacle(
-    class_sizes: list[int], smallest_class: str, ways: int, shots: int, queries: int, large_class_count: int
+    split: str,
+    class_sizes: list[int],
+    smallest_class: str,
+    ways: int,
+    shots: int,
+    queries: int,
+    large_class_count: int,
 ) -> str:
     """Return the reason why tasks cannot be sampled from a split, with a fix; an empty string if they can be sampled.
 
+    Validation in training uses fewer ways and queries if necessary, so there the text describes these tasks.
     `class_sizes` contains the number of images of each class, `smallest_class` is the name of the smallest class, and
     `large_class_count` is the number of classes in the split after classes with too few images are omitted.
     """
     if len(class_sizes) < ways:
         if len(class_sizes) == 1:
             return f"{ways} ways need {ways} classes, but there is 1: add more classes"
+        if split == "validation":
+            return f"{len(class_sizes)} classes, so validation tasks will have {len(class_sizes)} ways"
         return f"{ways} ways need {ways} classes, but there are {len(class_sizes)}: use fewer ways, or add more classes"
     needed = shots + queries
     if min(class_sizes) < needed:
+        if split == "validation":
+            return (
+                f"{shots}-shot tasks with {queries} queries need {needed} images per class, but '{smallest_class}' has "
+                f"{min(class_sizes)}, so validation tasks can have fewer queries"
+            )
         small_classes = sum(size < needed for size in class_sizes)
         suggestion = f"; --min-images {needed} leaves {large_class_count} classes" if large_class_count >= ways else ""
         classes = "1 class has" if small_classes == 1 else f"{small_classes} classes have"

@@ -198,17 +198,24 @@ def fingerprint(files: Iterable[Path], root: Path) -> str:
     return key.hexdigest()[:24]
 
 
-def load_or_decode(name: str, key: str, options: DecodeOptions, open_source: Callable[[], ImageSource]) -> CachedImages:
+def load_or_decode(
+    name: str,
+    key: str,
+    options: DecodeOptions,
+    open_source: Callable[[], ImageSource],
+    path: str | Path | None = None,
+) -> CachedImages:
     """Return the images of a data set from the cache, after decoding and storing them if necessary.
 
     The data set is decoded if its entry is missing or damaged, or if an image was skipped for a reason that may be
     temporary.
 
     Args:
-        name: The name of the data set, used in file names and messages.
+        name: The name of the data set, used in file names.
         key: The fingerprint of the data set's files.
         options: Decoding options.
         open_source: Returns the undecoded images. Called only if they must be decoded.
+        path: The path of the data set, for error messages. Default: its name.
 
     >>> import numpy as np
     >>> from metabridge.datasets.image_files import RawImage
@@ -224,7 +231,7 @@ def load_or_decode(name: str, key: str, options: DecodeOptions, open_source: Cal
         if not cached.incomplete:
             return cached
     for _ in range(MAX_WRITES):
-        _write_entry(name, open_source, options, pixel_file, index_file)
+        _write_entry(name, path or name, open_source, options, pixel_file, index_file)
         with contextlib.suppress(Exception):  # another process may have replaced the pixels in the meantime
             return _read_entry(pixel_file, index_file)
     raise InputError(
@@ -295,11 +302,16 @@ def _checksum(entry: dict[str, Any]) -> str:
 
 
 def _write_entry(
-    name: str, open_source: Callable[[], ImageSource], options: DecodeOptions, pixel_file: Path, index_file: Path
+    name: str,
+    path: str | Path,
+    open_source: Callable[[], ImageSource],
+    options: DecodeOptions,
+    pixel_file: Path,
+    index_file: Path,
 ) -> None:
     with cache_writer(index_file) as index_stream:
         with cache_writer(pixel_file) as pixel_stream:
-            with reading_errors(name):
+            with reading_errors(path):
                 source = open_source()
             _check_free_space(source.total, options, pixel_file.parent)
             labels: list[int] = []
@@ -322,7 +334,7 @@ def _write_entry(
                     pixel_stream.write(array.data)
             if not labels:
                 first_reason = f"; {skipped[0][0]}: {skipped[0][1]}" if skipped else ""
-                raise InputError(f"{name} has no readable image ({source.total} tried{first_reason}).")
+                raise InputError(f"{path} has no readable image ({source.total} tried{first_reason}).")
         nonempty_labels = sorted(set(labels))
         new_label = {label: index for index, label in enumerate(nonempty_labels)}
         entry = {

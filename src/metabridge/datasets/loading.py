@@ -114,7 +114,7 @@ def load(
     decode_options = override_options(reader.decode_options, size, channels)
     with reading_errors(path):
         key = fingerprint(reader.list_files(path), path if path.is_dir() else path.parent)
-    cached = load_or_decode(name, key, decode_options, lambda: reader.open_source(path))
+    cached = load_or_decode(name, key, decode_options, lambda: reader.open_source(path), path)
     images = cached.to_labeled_images(seed=seed, strict=strict, min_images=min_images)
     images = images.with_rotations() if rotations else images
     return _with_load_arguments(images, name, path.resolve(), options, min_images)
@@ -141,8 +141,15 @@ def detect(path: str | Path) -> str:
         for name, reader in DATASETS.items():
             if reader.matches(existing):
                 return name
+        is_file = existing.is_file()
+    formats = ", ".join(list(DATASETS)[:-2])
+    if is_file:
+        raise InputError(
+            f"{path} is a file of no known format: not {formats} or parquet. "
+            "Pass a folder with one subfolder of images per class."
+        )
     raise InputError(
-        f"{path} contains no known data set: not {', '.join(list(DATASETS)[:-2])}, no parquet files, and no folders "
+        f"{path} contains no known data set: not {formats}, no parquet files, and no folders "
         "of images. Make a folder for each class there, with its images inside."
     )
 
@@ -161,11 +168,11 @@ def parse_name(name: str | Path, root: str | Path | None = None) -> tuple[str, s
         return prefix, path
     if root is None and _exists(text):
         return detect(text), text
-    names = ", ".join(f"'{known}'" for known in DATASET_NAMES)
-    no_path = ", and there is no such path" if root is None else ""
+    if root is not None:
+        raise InputError(f"the data set is '{text}', but must be one of {', '.join(DATASET_NAMES)}.")
     raise InputError(
-        f"the data set is '{text}', but the known data sets are {names}{no_path}. "
-        "Use one of these, NAME:FOLDER to add the folder that contains it, or the path of a folder of images."
+        f"the data set is '{text}', which is neither the name of a data set nor an existing path. Pass glyphs, the "
+        f"path of a folder of images, or NAME:PATH with one of the names {', '.join(DATASETS)}."
     )
 
 

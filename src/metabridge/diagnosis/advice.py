@@ -24,17 +24,18 @@ MIN_RELATIVE_GAIN = 0.001  # smallest relative reduction of the expected loss fo
 MIN_AGREEMENT = 0.8  # smallest fraction of bootstrap samples that must give the same recommendation
 NO_GAIN = "training with adaptation is not expected to be worth its cost"
 KERNEL_METHODS: tuple[kernel_predictors.KernelMethod, ...] = ("mtl", "anil", "maml")
-# The training examples, validation tasks and test tasks of kernel predictions.
+NO_META_TRAINING = "no meta-training"  # name of the baseline of kernel predictions
+# Numbers of training examples, validation tasks and test tasks of kernel predictions.
 TRAINING_EXAMPLES, VALIDATION_TASKS, TEST_TASKS = 1600, 40, 100
 RIDGES = (0.01, 1.0, 100.0)  # candidate ridges of kernel predictions, relative to the mean of the NTK's diagonal
-MIN_RATE_RATIO = (
-    1.5  # smallest ratio of the convergence rates of easy and hard tasks at which the groups clearly differ
-)
+# Smallest ratio of the convergence rates of easy and hard tasks at which the groups clearly differ.
+MIN_RATE_RATIO = 1.5
 # If a larger fraction of the reducible loss remains after an adaptation step, the features limit the accuracy.
 MAX_RESIDUAL_FRACTION = 0.5
-# Cost of an inner step that is backpropagated through, in gradient evaluations: one for the step, and two for a
-# Hessian-vector product.
-BACKPROPAGATED_STEP_COST = 3
+# Costs in gradient evaluations, of a Hessian-vector product and of an inner step that is backpropagated through, which
+# needs a gradient and a Hessian-vector product.
+HESSIAN_VECTOR_COST = 2
+BACKPROPAGATED_STEP_COST = 1 + HESSIAN_VECTOR_COST
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,7 @@ class KernelPrediction:
     """The score of a method at infinite width, where training is equivalent to kernel regression.
 
     Args:
-        method: Name of the method, or "support alone" for the baseline: kernel regression on the support set, without
-            meta-training.
+        method: Name of the method, or "no meta-training" for the baseline: kernel regression on the support set.
         metric: "accuracy" or "squared error".
         mean: Mean of the metric over test tasks.
         ci95: Half-width of the 95 % confidence interval of `mean`.
@@ -70,10 +70,11 @@ class MethodCost:
     Args:
         method: Name of the method.
         adapted_parameters: Number of parameters that adapt to a test task.
-        test_gradients: Number of gradient evaluations of the network to adapt to a test task; 0 if only the head
-            adapts.
-        training_gradients: Number of gradient evaluations of the network per training task; 1 for pre-training without
-            adaptation.
+        test_gradients: Number of gradient evaluations of the network to adapt to a test task; 0 if only the head of a
+            larger network adapts.
+        training_gradients: Cost of a training task in gradient evaluations of the network: 1 for the outer gradient,
+            and the costs of the inner steps and of the Hessian-vector products, times the fraction of the parameters
+            that adapt. It is 1 for pre-training without adaptation.
 
     >>> cost = MethodCost("maml", adapted_parameters=5000, test_gradients=5, training_gradients=16.0)
     >>> f"{cost.method} costs {cost.training_gradients:.0f} times as much as pre-training"
@@ -94,8 +95,8 @@ class Advice:
         method: The recommended method, or None if there is not enough evidence.
         adapts: Whether this method adapts to tasks during training, or None if `method` is None.
         confidence: Fraction of bootstrap samples of the tasks that give the same recommendation.
-        reasons: All problems except the first, followed by the reasons for and against the recommendation.
         problem: The first problem: why no method is recommended and what to do about it. None if there are no problems.
+        reasons: All other problems, followed by the reasons for and against the recommendation.
 
     >>> Advice("maml", adapts=True, confidence=0.95, reasons=()).headline
     'Train with MAML. 95 % of bootstrap samples give the same recommendation.'
@@ -120,10 +121,19 @@ class Advice:
 def predict_with_kernels(
     kernel: Kernel, environment: Environment, seed: int, *, progress: bool = False
 ) -> tuple[KernelPrediction, ...]:
-    """Predict the scores on new tasks of infinitely wide networks: without meta-training, and with MTL, ANIL and MAML.
+    """Predict the scores of infinitely wide networks on new tasks: without meta-training, and with MTL, ANIL and MAML.
 
     At test time, the support sets are fitted to convergence. The ridge of each method is selected from `RIDGES` on
     validation tasks.
+
+    Args:
+        kernel: The kernel of the network.
+        environment: The environment of the tasks.
+        seed: Seed of the training tasks. The validation and test tasks use the next two seeds.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        The predictions: first the baseline without meta-training, then MTL, ANIL and MAML.
     """
     task_x = environment.sample(1, torch.Generator().manual_seed(seed)).without_split().support_x
     training = environment.sample(max(2, TRAINING_EXAMPLES // task_x.shape[1]), torch.Generator().manual_seed(seed))
@@ -131,7 +141,8 @@ def predict_with_kernels(
     scale = float(kernel.ntk(prepared_tasks.support_x[0]).diagonal().mean())
     support_predictor = KernelLearner(kernel, "maml", outer_time=0.0).fit(training)  # ignores the training tasks
     baseline = evaluate(support_predictor, environment, tasks=TEST_TASKS, seed=seed + 2)
-    predictions = [_kernel_prediction("support alone", baseline, baseline.minus(baseline))]
+    # the gain of the baseline is 0 by definition
+    predictions = [_kernel_prediction(NO_META_TRAINING, baseline, baseline.minus(baseline))]
     for name in track_progress(KERNEL_METHODS, "kernels", progress):
         options: dict[str, Any] = {"inner_time": 1 / scale} if name == "anil" else {}
         predictors = (
@@ -150,7 +161,16 @@ def _kernel_prediction(name: str, score: Score, difference: Score) -> KernelPred
 
 
 def method_costs(names: tuple[str, ...], net: Network | None, dimension: int) -> tuple[MethodCost, ...]:
-    """Return the cost of each preset for `net`, or for a linear model with `dimension` inputs if `net` is None."""
+    """Return the cost of each preset for a network or a linear model.
+
+    Args:
+        names: Names of the presets.
+        net: The network; None for a linear model, which consists of a head only.
+        dimension: Number of parameters of the linear model. Not used if there is a network.
+
+    Returns:
+        The costs, in the order of `names`.
+    """
     net_size, head_size = dimension, dimension
     if net is not None:
         net_size = sum(param.numel() for param in net.parameters())
@@ -160,15 +180,29 @@ def method_costs(names: tuple[str, ...], net: Network | None, dimension: int) ->
 
 def _method_cost(name: str, method: Method, net_size: int, head_size: int) -> MethodCost:
     """Return the cost of a method for a network of `net_size` parameters, `head_size` of them in the head."""
-    solver = method.inner or method.test_solver
-    adapts_all = method.adapts == "all" or isinstance(method.test_solver, Solver)
-    steps = getattr(solver, "steps", 0)
-    inner_gradients = 0
-    if method.inner is not None:
-        inner_gradients = steps * (BACKPROPAGATED_STEP_COST if method.outer == "exact" else 1)
-    adapted_size = net_size if adapts_all else head_size
-    training_gradients = 1 + inner_gradients * (adapted_size / net_size)
-    return MethodCost(name, adapted_size, steps if adapts_all else 0, training_gradients)
+    test_solver = method.inner if method.test_solver is None else method.test_solver
+    adapted_in_training = net_size if method.adapts == "all" else head_size
+    adapted_in_test = adapted_in_training if isinstance(test_solver, Solver) else head_size
+    test_gradients = getattr(test_solver, "steps", 0) if adapted_in_test == net_size else 0
+    training_gradients = 1 + _inner_gradients(method) * (adapted_in_training / net_size)
+    return MethodCost(name, adapted_in_test, test_gradients, training_gradients)
+
+
+def _inner_gradients(method: Method) -> int:
+    """Return the cost of the inner loop and of its derivative, in gradients with respect to the adapted parameters."""
+    if method.inner is None:
+        return 0
+    steps: int = getattr(method.inner, "steps", 0)
+    if method.outer == "exact":
+        return steps * BACKPROPAGATED_STEP_COST
+    if method.outer == "implicit" and method.inner.implicit_system is not None:
+        return steps + method.inner.implicit_system.cg_steps * HESSIAN_VECTOR_COST
+    return steps
+
+
+def _join(names: list[str]) -> str:
+    """Return names as text, such as "MTL, ANIL and MAML"."""
+    return " and ".join([*filter(None, [", ".join(names[:-1])]), *names[-1:]])
 
 
 def _describe_rate_ratio(ratio: float) -> str:
@@ -240,9 +274,9 @@ def advise(
     if kernel_predictions:
         better_methods = [result.method.upper() for result in kernel_predictions if result.gain > result.gain_ci95]
         reasons.append(
-            f"according to the infinite-width kernel predictions, {', '.join(better_methods) or 'no method'} "
-            f"{'are' if len(better_methods) > 1 else 'is'} better than regression on the support set without "
-            "meta-training"
+            f"according to the infinite-width kernel predictions, {_join(better_methods) or 'no method'} "
+            f"{'are' if len(better_methods) > 1 else 'is'} significantly better than regression on the support set "
+            "without meta-training"
         )
         predictions = {result.method: result for result in kernel_predictions}
         maml, anil = predictions["maml"], predictions["anil"]

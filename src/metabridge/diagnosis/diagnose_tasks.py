@@ -32,6 +32,7 @@ from metabridge.environments.environment import Environment
 from metabridge.environments.image_tasks import ImageTasks, LabeledImages
 from metabridge.environments.mixture import Mixture
 from metabridge.errors import InputError, check_positive
+from metabridge.html_table import html_table
 from metabridge.kernels.kernel import Kernel
 from metabridge.models.batch_norm import estimate_statistics
 from metabridge.models.network import Network
@@ -113,9 +114,10 @@ class Diagnosis:
         costs: Costs of the compared methods.
         advice: The recommendation.
 
-    >>> from metabridge.environments import HardEasy, LinearTasks
-    >>> world = HardEasy(rho_hard=0.1, rho_easy=1.0, R=5.0, r_hard=0.5, r_easy=0.5)
-    >>> diagnosis = diagnose(LinearTasks(world.landscape, shots=200, queries=50), alpha=1.0, tasks=100)
+    >>> import metabridge as mb
+    >>> world = mb.environments.HardEasy(rho_hard=0.1, rho_easy=1.0, R=5.0, r_hard=0.5, r_easy=0.5)
+    >>> tasks = mb.environments.LinearTasks(world.landscape, shots=200, queries=50)
+    >>> diagnosis = mb.diagnose(tasks, alpha=1.0, tasks=100)
     >>> diagnosis
     Diagnosis('Train with MAML. 100 % of bootstrap samples give the same recommendation.')
     >>> [group.name for group in diagnosis.groups]
@@ -164,6 +166,16 @@ class Diagnosis:
     def __repr__(self) -> str:
         return f"Diagnosis({self.advice.headline!r})"
 
+    def _repr_html_(self) -> str:
+        """Return a table of the recommendation and the main estimates, for notebooks."""
+        rows = [
+            ("recommendation", self.advice.headline),
+            ("risk ratio of NAL to MAML", str(self.ratio)),
+            *((f"convergence rate, {group.name} tasks", f"{group.rate:.3g}") for group in self.groups),
+            ("feature space", f"{self.space}, {self.dimension} dimensions"),
+        ]
+        return html_table("Diagnosis", ("quantity", "value"), rows)
+
     def __str__(self) -> str:
         limit = "" if self.ratio_limit is None else f"; 1 + R²/r_H is {self.ratio_limit:.3g}"
         lines = [
@@ -189,7 +201,7 @@ class Diagnosis:
         return "\n".join(lines)
 
     def stability(self) -> str:
-        """Describe on how many tasks the adaptation step diverges, and the distribution of α·λ_max."""
+        """Return a text about how many tasks the adaptation step diverges on, and about the values of α·λ_max."""
         products = sorted(self.alpha * curvature for curvature in self.curvatures)
         return (
             f"the step diverges on {100 * self.diverging_share:.1f} % of the tasks (α·λ_max ≥ {DIVERGENCE_LIMIT}); "
@@ -241,9 +253,9 @@ def diagnose(
         InputError: If the arguments are invalid for this environment or contradict each other, or the feature
             covariance is singular.
 
-    >>> from metabridge.environments import HardEasy, LinearTasks
-    >>> world = HardEasy(rho_hard=0.1, rho_easy=1.0, R=5.0, r_hard=0.5, r_easy=0.5)
-    >>> diagnosis = diagnose(LinearTasks(world.landscape, shots=200, queries=50), alpha=1.0)
+    >>> import metabridge as mb
+    >>> world = mb.environments.HardEasy(rho_hard=0.1, rho_easy=1.0, R=5.0, r_hard=0.5, r_easy=0.5)
+    >>> diagnosis = mb.diagnose(mb.environments.LinearTasks(world.landscape, shots=200, queries=50), alpha=1.0)
     >>> diagnosis.advice.method, diagnosis.ratio.low > 1.25
     ('maml', True)
     """

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from metabridge.episodes import Episodes
+from metabridge.errors import InputError, type_with_article
 
 
 class Environment(Protocol):
@@ -34,3 +35,21 @@ class Environment(Protocol):
             The support and query sets of the tasks.
         """
         ...
+
+
+def check_environment(name: str, value: object) -> None:
+    """Raise an `InputError` if a value is not a source of tasks.
+
+    >>> check_environment("environment", [1, 2])
+    Traceback (most recent call last):
+    metabridge.errors.InputError: environment is a list, but must be a source of tasks. Use an object of \
+metabridge.environments, such as Sinusoid().
+    """
+    if isinstance(value, type):
+        raise InputError(f"{name} is the class {value.__name__}, but must be a source of tasks. Use an object of it.")
+    if callable(getattr(value, "sample", None)):
+        return
+    suggestion = "Use an object of metabridge.environments, such as Sinusoid()."
+    if callable(getattr(value, "tasks", None)):  # labeled images
+        suggestion = "Use its method tasks, such as images.tasks('train')."
+    raise InputError(f"{name} is {type_with_article(value)}, but must be a source of tasks. {suggestion}")

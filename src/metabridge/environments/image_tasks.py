@@ -37,7 +37,9 @@ class LabeledImages:
     Raises:
         InputError: A shape or dtype is wrong, an index is out of range, or a class is in two splits.
 
-    >>> images = LabeledImages(
+    >>> import torch
+    >>> import metabridge as mb
+    >>> images = mb.LabeledImages(
     ...     images=torch.zeros(8, 1, 28, 28, dtype=torch.uint8),
     ...     labels=torch.arange(8) % 4,
     ...     class_names=("cat", "dog", "oak", "elm"),
@@ -514,6 +516,12 @@ class ImageBatches:
             f"ImageBatches({_data_name(self.data)}{self.split!r}, {_quantity(self.size, 'image')} per batch, "
             f"{_quantity(self.classes, 'class', 'classes')})"
         )
+
+    def _repr_html_(self) -> str:
+        """Return a table of the batch settings, for notebooks."""
+        numbers = (self.size, self.classes, len(self._indices_and_labels[0]))
+        columns = ("images per batch", "classes", "images")
+        return html_table(repr(self), columns, [[f"{number:,}" for number in numbers]])
 
     @property
     def outputs(self) -> int:

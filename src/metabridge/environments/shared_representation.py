@@ -26,17 +26,17 @@ class SharedRepresentation:
     Args:
         dimension: The dimension d of the inputs.
         variances: The k diagonal entries of Σ*.
-        mean: The k entries of μ*. Default: zero.
+        mean: The k entries of μ* (default: zeros).
         noise: The noise variance σ².
         shots: Support examples per task.
         queries: Query examples per task.
         pool: Number of tasks in a pool that is generated once from `seed`. Its inputs and targets are fixed. In
-            multi-task methods, the head has one output unit for each task of the pool. Default: no pool, so that every
-            call of `sample` generates new tasks.
+            multi-task methods, the head has one output unit for each task of the pool. By default there is no pool, and
+            every call of `sample` generates new tasks.
         seed: Seed of B* and of the pool.
 
     Raises:
-        InputError: A count, a variance, the noise or the length of `mean` is invalid.
+        InputError: If a count, a variance, the noise or `mean` is invalid.
 
     >>> world = SharedRepresentation(dimension=20, pool=100)
     >>> tasks = world.sample(4, torch.Generator().manual_seed(0))
@@ -73,6 +73,8 @@ class SharedRepresentation:
         check_not_negative("noise", self.noise)
         if self.mean is not None and len(self.mean) != self.rank:
             raise InputError(f"mean has {len(self.mean)} entries, but variances has {self.rank}. Use the same number.")
+        if self.mean is not None and not all(map(math.isfinite, self.mean)):
+            raise InputError(f"mean is {self.mean}, but all entries must be finite.")
 
     @property
     def outputs(self) -> int:
@@ -81,7 +83,7 @@ class SharedRepresentation:
 
     @property
     def classes(self) -> int | None:
-        """Number of output units of the head in multi-task methods: one per task of the pool; None without pool."""
+        """Number of output units of the head in multi-task methods: one per task of the pool; None without a pool."""
         return self.pool
 
     @property
@@ -98,7 +100,11 @@ class SharedRepresentation:
 
     @cached_property
     def tasks(self) -> Episodes:
-        """All tasks of the pool, in order."""
+        """All tasks of the pool, in order.
+
+        Raises:
+            InputError: If there is no pool.
+        """
         if self.pool is None:
             raise InputError(
                 "pool is None, so there is no fixed set of tasks. Set a pool, such as pool=5000, or call sample."
@@ -107,9 +113,14 @@ class SharedRepresentation:
 
     @cached_property
     def task_parameters(self) -> Tensor:
-        """The regression vectors θ = B*w* of all tasks of the pool, (tasks, dimension)."""
+        """The regression vectors θ = B*w* of all tasks of the pool, (tasks, dimension).
+
+        Raises:
+            InputError: If there is no pool.
+        """
         if self.pool is None:
             raise InputError("pool is None, so there is no fixed set of tasks. Set a pool, such as pool=5000.")
+        # `_sample_tasks` draws the parameters first, so these are the parameters of `tasks`
         return self._sample_parameters(self.pool, self._generator(1))
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
@@ -123,7 +134,7 @@ class SharedRepresentation:
             The tasks.
 
         Raises:
-            InputError: `tasks` is larger than the pool.
+            InputError: If `tasks` is not a positive integer, or is larger than the pool.
         """
         check_count("tasks", tasks)
         if self.pool is None:
@@ -144,7 +155,7 @@ class SharedRepresentation:
         return weights @ self.representation.mT.to(weights)
 
     def _sample_tasks(self, tasks: int, generator: torch.Generator) -> Episodes:
-        parameters = self._sample_parameters(tasks, generator)
+        parameters = self._sample_parameters(tasks, generator)  # must be the first draw, see `task_parameters`
         x = torch.randn(tasks, self.shots + self.queries, self.dimension, generator=generator)
         noise = math.sqrt(self.noise) * torch.randn(tasks, self.shots + self.queries, 1, generator=generator)
         y = x @ parameters[:, :, None] + noise

@@ -19,7 +19,7 @@ from metabridge.heads import RidgeClassifier
 from metabridge.learners.method import method
 from metabridge.learners.parameters import parameters
 from metabridge.models import mlp
-from metabridge.report.results import Machine, Row
+from metabridge.report.results import Row
 from metabridge.theory.anil import spectrum
 from metabridge.training import Model, evaluate, fit
 
@@ -90,39 +90,37 @@ def train_student(options: ExperimentOptions, student: str, settings: Settings, 
     """Return a student's stored record, or train it. Return None if `only` excludes it or the time limit ends it."""
     plan = as_json({"student": student, "seed": seed, **settings.stored()})
     name = f"{EXPERIMENT.id}-{student}-{options.scale}-{seed}"
-    record = StudentRecord.load(options, name, plan)
-    if record is not None or not options.includes(student):
-        return record
-    method_name, _, layers = student.rpartition("-")
-    environment = SharedRepresentation(pool=settings.pool, seed=seed)
-    net = mlp(environment.dimension, 1, width=settings.width, depth=int(layers) - 1, bias=False, seed=seed)
-    net = net.to(options.device)
-    student_method = method(method_name, steps=1, lr=settings.alpha)
-    untrained = Model(student_method, net, parameters(student_method, net))
-    before = measure_student(untrained, environment, settings)
-    run = fit(
-        net,
-        student_method,
-        environment,
-        iterations=settings.iterations,
-        batch_size=settings.batch_size,
-        lr=settings.lr,
-        device=options.device,
-        mode="captured" if options.device.startswith("cuda") else "vectorized",
-        seed=seed,
-        out=run_folder(options, name, plan),
-        minutes=options.minutes,
-        progress=options.progress,
-        name=f"{method_name}, {layers} layers, seed {seed}",
-    )
-    if not run.finished:
-        return None
-    spectra, risks = zip(before, measure_student(run, environment, settings))
-    risks_by_estimator = {key: [risk[key] for risk in risks] for key in risks[0]}
-    machine = Machine.current(options.device)
-    record = StudentRecord(name, plan, machine, run.seconds / 60, list(spectra), risks_by_estimator)
-    record.save(options)
-    return record
+
+    def measurements() -> dict[str, Any] | None:
+        method_name, _, layers = student.rpartition("-")
+        environment = SharedRepresentation(pool=settings.pool, seed=seed)
+        net = mlp(environment.dimension, 1, width=settings.width, depth=int(layers) - 1, bias=False, seed=seed)
+        net = net.to(options.device)
+        student_method = method(method_name, steps=1, lr=settings.alpha)
+        untrained = Model(student_method, net, parameters(student_method, net))
+        before = measure_student(untrained, environment, settings)
+        run = fit(
+            net,
+            student_method,
+            environment,
+            iterations=settings.iterations,
+            batch_size=settings.batch_size,
+            lr=settings.lr,
+            device=options.device,
+            mode="captured" if options.device.startswith("cuda") else "vectorized",
+            seed=seed,
+            out=run_folder(options, name, plan),
+            minutes=options.minutes,
+            progress=options.progress,
+            name=f"{method_name}, {layers} layers, seed {seed}",
+        )
+        if not run.finished:
+            return None
+        spectra, risks = zip(before, measure_student(run, environment, settings))
+        risks_by_estimator = {key: [risk[key] for risk in risks] for key in risks[0]}
+        return {"minutes": run.seconds / 60, "spectra": list(spectra), "risks": risks_by_estimator}
+
+    return StudentRecord.load_or_measure(options, student, name, plan, measurements)
 
 
 def measure_student(

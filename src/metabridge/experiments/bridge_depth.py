@@ -54,7 +54,7 @@ SETTINGS = {
 }
 
 
-class Run(NamedTuple):
+class KernelMeasurements(NamedTuple):
     """The measurements of one run of one network, of kernel matrices divided by K(x, x)."""
 
     gap: float
@@ -69,7 +69,7 @@ class Spectra(NamedTuple):
     """The total number Nn of training points, and all runs by network and depth."""
 
     points: int
-    runs: dict[str, dict[int, list[Run]]]
+    runs: dict[str, dict[int, list[KernelMeasurements]]]
 
     def values(self, net: str, quantity: str) -> dict[int, list[float]]:
         """Return a field of all runs, by depth."""
@@ -97,14 +97,14 @@ def measure(options: ExperimentOptions) -> Spectra:
     return Spectra(len(train) * train.without_split().support_x.shape[1], runs)
 
 
-def measure_run(kernel: Kernel, train: Episodes, test: Episodes) -> Run:
+def measure_run(kernel: Kernel, train: Episodes, test: Episodes) -> KernelMeasurements:
     """Fit MTL, and ANIL with λτ = 0, whose kernel matrix is Θ. Compare their predictions and kernel matrices."""
     anil, mtl = fit_anil_and_mtl(kernel, train)
     variance = float(kernel.nngp(test.query_x[0, :1]))  # K(x, x), the same for all points, as all have the same norm
     theta, phi_mtl = anil.matrix / variance, mtl.matrix / variance
     inverses = float(torch.linalg.matrix_norm(theta.inverse() - phi_mtl.inverse(), 2))
     gap = prediction_gap(anil, mtl, test)
-    return Run(gap, *extreme_eigenvalues(theta), *extreme_eigenvalues(phi_mtl), inverses)
+    return KernelMeasurements(gap, *extreme_eigenvalues(theta), *extreme_eigenvalues(phi_mtl), inverses)
 
 
 def rows(spectra: Spectra, _: ExperimentOptions) -> list[Row]:

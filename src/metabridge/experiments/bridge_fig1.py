@@ -29,7 +29,7 @@ REFERENCE = {2: 1.19, 3: 0.78, 5: 0.44, 7: 0.32, 10: 0.23, 15: 0.15, 20: 0.11}
 TOLERANCE = 0.15  # relative, for the gaps and for the exponent −1
 ANALYTIC = "infinite width"
 FIXED_DEPTH = 10  # of the panels that vary λτ
-CONVERGED = "trained to the end, no ridge"
+CONVERGED = "trained to the end, no ridge"  # in the names of rows in results/bridge-fig1.json
 
 ByDepth = dict[int, list[float]]  # the gaps of all runs at each depth L
 ByTime = dict[float, list[float]]  # the gaps of all runs at each inner time λτ
@@ -50,7 +50,14 @@ class Settings:
 
 
 SETTINGS = {
-    "quick": Settings(3, (2, 5, 10), (128,), (0.0, 0.02, 0.1, 0.5), (10.0,), (0.01,)),
+    "quick": Settings(
+        runs=3,
+        depths=(2, 5, 10),
+        widths=(128,),
+        inner_times=(0.0, 0.02, 0.1, 0.5),
+        ridges=(10.0,),
+        outer_times=(0.01,),
+    ),
     "paper": Settings(
         runs=5,
         depths=tuple(REFERENCE),
@@ -63,12 +70,12 @@ SETTINGS = {
 
 
 class Gaps(NamedTuple):
-    """The gaps by depth for each width, and by inner time for each way to end training."""
+    """The gaps by depth for each width, and by inner time for training to convergence and for each regularization."""
 
-    depths: dict[str, ByDepth]
+    by_depth: dict[str, ByDepth]
     converged: ByTime
-    ridges: dict[str, ByTime]
-    stopped: dict[str, ByTime]
+    with_ridge: dict[str, ByTime]
+    early_stopped: dict[str, ByTime]
 
 
 def measure(options: ExperimentOptions) -> Gaps:
@@ -94,43 +101,43 @@ def measure(options: ExperimentOptions) -> Gaps:
 
     widths = {ANALYTIC: None} | {f"width {width}": width for width in settings.widths}
     return Gaps(
-        depths={name: {depth: gaps(depth, width) for depth in settings.depths} for name, width in widths.items()},
+        by_depth={name: {depth: gaps(depth, width) for depth in settings.depths} for name, width in widths.items()},
         converged=by_time(),
-        ridges={f"trained to the end, ridge {ridge:g}": by_time(ridge=ridge) for ridge in settings.ridges},
-        stopped={f"stopped at ηt = {end:g}, no ridge": by_time(outer_time=end) for end in settings.outer_times},
+        with_ridge={f"trained to the end, ridge {ridge:g}": by_time(ridge=ridge) for ridge in settings.ridges},
+        early_stopped={f"stopped at ηt = {end:g}, no ridge": by_time(outer_time=end) for end in settings.outer_times},
     )
 
 
 def rows(gaps: Gaps, _: ExperimentOptions) -> list[Row]:
     """Return the rows of all panels."""
-    return depth_rows(gaps.depths) + time_rows({CONVERGED: gaps.converged} | gaps.ridges | gaps.stopped)
+    return depth_rows(gaps.by_depth) + time_rows({CONVERGED: gaps.converged} | gaps.with_ridge | gaps.early_stopped)
 
 
-def depth_rows(depths: Mapping[str, ByDepth]) -> list[Row]:
-    """Return the gap at every depth and the exponent of its decrease."""
-    rows = []
-    for name, gaps in depths.items():
+def depth_rows(by_depth: Mapping[str, ByDepth]) -> list[Row]:
+    """Return the gap at each depth, and the exponent p of the power law gap ∝ L^p that is fitted to the gaps."""
+    result = []
+    for name, gaps in by_depth.items():
         for depth, values in gaps.items():
             row = Row.mean(f"{name}, L = {depth}", "gap", values)
             if name == ANALYTIC and depth in REFERENCE:
                 note = "reference: an independent implementation of the paper's formulas; the paper prints no numbers"
                 row = row.compared(REFERENCE[depth], TOLERANCE, note)
-            rows.append(row)
+            result.append(row)
         law = PowerLaw.fit(gaps)
         row = Row(f"{name}, L from {min(gaps)} to {max(gaps)}", "exponent of L", ours=law.exponent, ci95=law.ci95)
         note = "" if name == ANALYTIC else "the error ε of the theorem decreases with the width, but not with L"
-        rows.append(row.compared(-1.0, TOLERANCE, note))
-    return rows
+        result.append(row.compared(-1.0, TOLERANCE, note))
+    return result
 
 
-def time_rows(times: Mapping[str, ByTime]) -> list[Row]:
+def time_rows(by_time: Mapping[str, ByTime]) -> list[Row]:
     """Return the ratio of the gap at the longest inner time to the gap at λτ = 0.
 
-    After convergence without a ridge, the ratio agrees if it is 1 ± 0.001. In the other cases it agrees with the
-    paper's figure if the mean gap always increases with λτ.
+    The row of training to convergence without a ridge agrees if the ratio is 1 ± 0.001. Every other row agrees if the
+    mean gap always increases with λτ, as in the paper's figure.
     """
-    rows = []
-    for name, gaps in times.items():
+    result = []
+    for name, gaps in by_time.items():
         longest = max(gaps)
         ratios = [gap / initial_gap for initial_gap, gap in zip(gaps[0.0], gaps[longest])]
         row = Row.mean(f"L = {FIXED_DEPTH}, {name}", f"gap at λτ = {longest:g} / gap at 0", ratios)
@@ -140,8 +147,8 @@ def time_rows(times: Mapping[str, ByTime]) -> list[Row]:
             times_by_gap = sorted(gaps, key=lambda time: sum(gaps[time]))
             note = f"smallest at λτ = {times_by_gap[0]:g}; agrees if the gap always increases with λτ"
             row = replace(row, agrees=times_by_gap == sorted(gaps), note=note)
-        rows.append(row)
-    return rows
+        result.append(row)
+    return result
 
 
 def figure(outcome: Outcome[Gaps]) -> Figure:
@@ -150,19 +157,21 @@ def figure(outcome: Outcome[Gaps]) -> Figure:
 
     gaps, runs = outcome.data, outcome.result.settings["runs"]
     title = f"Predictions of ANIL and MTL on new regression tasks: means of {runs} runs, 95 % intervals"
-    figure, (left, middle, right) = subplots(title, 1, 3, (13, 5))
-    plot_means(left, gaps.depths)
-    plot_power(left, gaps.depths[ANALYTIC], -1)
-    reference = {depth: gap for depth, gap in REFERENCE.items() if depth in gaps.depths[ANALYTIC]}
+    canvas, (left, middle, right) = subplots(title, 1, 3, (13, 5))
+    plot_means(left, gaps.by_depth)
+    plot_power(left, gaps.by_depth[ANALYTIC], -1)
+    reference = {depth: gap for depth, gap in REFERENCE.items() if depth in gaps.by_depth[ANALYTIC]}
     left.plot(*zip(*reference.items()), "kD", markersize=4, label="reference, infinite width")
-    depth_axes(left, list(gaps.depths[ANALYTIC]))
-    left.set(title="λτ = 0, trained to the end, no ridge", ylabel=GAP_LABEL)
-    for axes, training, curves in ((middle, "with a ridge", gaps.ridges), (right, "stopped early", gaps.stopped)):
-        plot_means(axes, {CONVERGED: gaps.converged} | curves)
+    depth_axes(left, list(gaps.by_depth[ANALYTIC]))
+    left.set(title="λτ = 0, trained to convergence, no ridge", ylabel=GAP_LABEL)
+    panels = (middle, "with a ridge", gaps.with_ridge), (right, "with early stopping", gaps.early_stopped)
+    for axes, training, curves in panels:
+        curves = {CONVERGED: gaps.converged} | curves
+        plot_means(axes, {name.replace("to the end", "to convergence"): curve for name, curve in curves.items()})
         axes.set(xlabel="inner time λτ of ANIL", ylabel=GAP_LABEL, ylim=(0, None))
         axes.set(title=f"L = {FIXED_DEPTH}, infinite width, {training}")
     legends_below((left, middle, right))
-    return figure
+    return canvas
 
 
 EXPERIMENT = Experiment("bridge-fig1", measure, rows, figure, SETTINGS)

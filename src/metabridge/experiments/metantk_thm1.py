@@ -20,7 +20,7 @@ from torch import Tensor
 from metabridge.episodes import Episodes
 from metabridge.experiments.experiment import Experiment, ExperimentOptions, Outcome
 from metabridge.experiments.wide_nets import CONSTANTS, DEPTH, KERNEL, TASKS, initialization_seeds, sample_tasks
-from metabridge.kernels import split_kernel
+from metabridge.kernels import meta_ntk
 from metabridge.kernels.finite_width import ConvergenceRate, empirical_meta_ntk, gradient_descent, squared_loss
 from metabridge.learners.engine import Engine
 from metabridge.learners.method import method
@@ -86,7 +86,7 @@ def measure(options: ExperimentOptions) -> Measurements:
     settings = SETTINGS[options.scale]
     episodes = sample_tasks(settings.tasks, options.seed).to(options.device)
     double = episodes.to(dtype=torch.float64)
-    limit_kernel = split_kernel(KERNEL, double.query_x, double.support_x, adapts="all", time=settings.inner_time)
+    limit_kernel = meta_ntk(KERNEL, double.query_x, double.support_x, adapts="all", time=settings.inner_time)
     convergence = ConvergenceRate.from_kernel(limit_kernel)
     by_width = {
         width: [train(settings, width, seed, episodes, limit_kernel, convergence.lr) for seed in seeds]

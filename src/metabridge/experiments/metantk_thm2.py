@@ -87,7 +87,7 @@ def measure(options: ExperimentOptions) -> Errors:
 
 
 def plan_stages(settings: Settings, name: KernelMethod, train: Episodes, test: Episodes) -> tuple[Stage, Stage]:
-    """Return a stage of small steps up to the finite time, and one of larger steps to the end of training."""
+    """Return a stage of small steps up to the finite time, and one of larger steps to convergence."""
     inner_time = 0.0 if name == "mtl" else settings.inner_time
     learner = KernelLearner(KERNEL, name, inner_time=inner_time, test_time=settings.inner_time)
     fully_trained = learner.fit(train)

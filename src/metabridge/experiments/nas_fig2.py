@@ -99,9 +99,9 @@ def figure(outcome: Outcome[Mapping[str, SearchRecord]]) -> Figure:
     from metabridge.models.architecture_drawing import draw_cell
 
     searches = list(outcome.data.values())
-    shown = [search for search in searches if search.plan["kernel"] in ("maml", "anil")] or searches
-    figure = Figure(figsize=(19, 3.65 * len(shown)), layout="constrained")
-    for panels, search in zip(figure.subplots(len(shown), len(CELLS), squeeze=False), shown):
+    drawn_searches = [search for search in searches if search.plan["kernel"] in ("maml", "anil")] or searches
+    figure = Figure(figsize=(19, 3.65 * len(drawn_searches)), layout="constrained")
+    for panels, search in zip(figure.subplots(len(drawn_searches), len(CELLS), squeeze=False), drawn_searches):
         for axes, kind in zip(panels, CELLS):
             draw_cell(getattr(search.architecture, kind), axes)
             cells, kernel, seed = (search.plan[key] for key in ("cells", "kernel", "seed"))

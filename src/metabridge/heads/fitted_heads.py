@@ -22,6 +22,8 @@ class LinearHead(NamedTuple):
 
     >>> import torch
     >>> head = LinearHead(weight=torch.eye(2), bias=torch.zeros(2))
+    >>> head
+    LinearHead(weight: float32 of shape (2, 2), normalize=False)
     >>> head.scores(torch.tensor([[3.0, 4.0]])).argmax(-1)
     tensor([1])
     """
@@ -29,6 +31,9 @@ class LinearHead(NamedTuple):
     weight: Tensor
     bias: Tensor
     normalize: bool = False
+
+    def __repr__(self) -> str:
+        return f"LinearHead(weight: {describe(self.weight)}, normalize={self.normalize})"
 
     @property
     def kind(self) -> str:
@@ -92,6 +97,9 @@ class PairwiseHead(NamedTuple):
     weight: Tensor
     bias: Tensor
     normalize: bool = False
+
+    def __repr__(self) -> str:
+        return f"PairwiseHead(weight: {describe(self.weight)}, normalize={self.normalize})"
 
     @property
     def kind(self) -> str:

@@ -33,8 +33,9 @@ class RidgeClassifier(Head):
 
     >>> import torch
     >>> targets = torch.tensor([[[0.0], [4.0]]])
-    >>> RidgeClassifier(penalty=2.0).fit(torch.tensor([[[-1.0], [1.0]]]), targets, outputs=1)
-    LinearHead(weight=tensor([[[1.]]]), bias=tensor([[2.]]), normalize=False)
+    >>> head = RidgeClassifier(penalty=2.0).fit(torch.tensor([[[-1.0], [1.0]]]), targets, outputs=1)
+    >>> head.weight, head.bias
+    (tensor([[[1.]]]), tensor([[2.]]))
     """
 
     name: ClassVar[str] = "ridge"

@@ -46,8 +46,9 @@ class SVM(Head):
 
     >>> import torch
     >>> features, labels = torch.tensor([[[2.0], [4.0]]]), torch.tensor([[0, 1]])
-    >>> SVM(loss="hinge", normalize=False).fit(features, labels, outputs=2)
-    PairwiseHead(weight=tensor([[[-1.]]]), bias=tensor([[3.]]), normalize=False)
+    >>> head = SVM(loss="hinge", normalize=False).fit(features, labels, outputs=2)
+    >>> head.weight, head.bias
+    (tensor([[[-1.]]]), tensor([[3.]]))
     """
 
     name: ClassVar[str] = "svm"

@@ -67,14 +67,11 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         classes_: The sorted class labels, in the order of the columns of `predict_proba`.
         adapted_: The adapted model.
 
-    >>> from metabridge.datasets import load
-    >>> from metabridge.learners import method
-    >>> from metabridge.models import conv4
-    >>> from metabridge.training import fit
-    >>> glyphs, net = load("glyphs"), conv4(1, 28, statistics="running")
-    >>> run = fit(net, method("mtl"), glyphs.tasks("train"), iterations=2, progress=False)
+    >>> import metabridge as mb
+    >>> glyphs, net = mb.datasets.load("glyphs"), mb.models.conv4(1, 28, statistics="running")
+    >>> run = mb.fit(net, mb.method("mtl"), glyphs.tasks("train"), iterations=2, progress=False)
     >>> X, y = glyphs.images[:60, 0].numpy(), [glyphs.class_names[label] for label in glyphs.labels[:60]]
-    >>> classifier = FewShotClassifier(run).fit(X, y)
+    >>> classifier = mb.FewShotClassifier(run).fit(X, y)
     >>> classifier.predict(X[:2]).shape, classifier.predict_proba(X[:2]).shape[1] == len(classifier.classes_)
     ((2,), True)
 
@@ -83,7 +80,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as folder:
     ...     file = classifier.save(folder)
-    ...     (FewShotClassifier.load(folder).predict(X) == classifier.predict(X)).all()
+    ...     (mb.FewShotClassifier.load(folder).predict(X) == classifier.predict(X)).all()
     np.True_
     """
 
@@ -110,8 +107,8 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
         Raises:
             InputError: If there are fewer than two classes, the numbers of images and labels differ, an image cannot be
-                read, adaptation diverged, or the method has no test-time head and its network has a different number of
-                outputs.
+                read, adaptation diverged, or the method has no test-time head and the number of classes differs from
+                the network's outputs.
         """
         model = self._model()
         check_finite(model.params, dict(model.net.named_buffers()))
@@ -155,7 +152,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """Return the softmax of the outputs.
 
         With heads trained with the cross-entropy loss, such as "logistic", these values estimate the class
-        probabilities. With test-time heads that are not `calibrated`, they only rank the classes.
+        probabilities. With heads without probabilities (ridge, svm, centroid), they only rank the classes.
 
         Args:
             X: The query images.

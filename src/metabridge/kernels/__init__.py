@@ -1,6 +1,6 @@
 """NTK and NNGP kernels of infinitely wide and finite networks, the kernels of MTL, ANIL and MAML, and predictions."""
 
-from metabridge.kernels.activations import Cos, Erf, Gelu, ReLU, Sin
+from metabridge.kernels.activations import GELU, Cos, Erf, ReLU, Sin
 from metabridge.kernels.analytic_kernel import AnalyticKernel
 from metabridge.kernels.architectures import conv4_kernel, convolutional_kernel, fully_connected_kernel, residual_kernel
 from metabridge.kernels.conv_layers import AveragePool, Conv, Flatten, GlobalAveragePool
@@ -14,9 +14,10 @@ from metabridge.kernels.kernel_predictors import (
     predict_mtl,
 )
 from metabridge.kernels.layers import Dense, LayerNorm, Residual
-from metabridge.kernels.meta_kernels import anil_kernel, mtl_kernel, split_kernel
+from metabridge.kernels.meta_kernels import anil_kernel, meta_ntk, mtl_kernel
 
 __all__ = [
+    "GELU",
     "AnalyticKernel",
     "AveragePool",
     "Conv",
@@ -26,7 +27,6 @@ __all__ = [
     "Erf",
     "FittedKernelLearner",
     "Flatten",
-    "Gelu",
     "GlobalAveragePool",
     "Kernel",
     "KernelLearner",
@@ -38,10 +38,10 @@ __all__ = [
     "conv4_kernel",
     "convolutional_kernel",
     "fully_connected_kernel",
+    "meta_ntk",
     "mtl_kernel",
     "predict_anil",
     "predict_maml",
     "predict_mtl",
     "residual_kernel",
-    "split_kernel",
 ]

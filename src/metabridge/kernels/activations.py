@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from metabridge.errors import InputError
 from metabridge.kernels.layers import KernelState
 
-# Smaller squared sines, of angles below √(2⁵ε) ≈ 8e-8, are rounding errors of the double-precision covariances.
+# Squared sines up to this value can be rounding errors of float64 covariances, and count as zero. They belong to angles
+# within √(32ε) ≈ 8e-8 of 0 or π.
 _MIN_SQUARED_SINE = 2**5 * torch.finfo(torch.float64).eps
 
 
@@ -31,13 +32,13 @@ class Activation(ABC):
             state.ntk.mul_(derivative_moment)
 
     @abstractmethod
-    def moments(self, cov: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    def moments(self, cov: Tensor, row_variance: Tensor, column_variance: Tensor) -> tuple[Tensor, Tensor]:
         """Return the two Gaussian expectations of the activation.
 
         Args:
             cov: E[uv]; may be overwritten.
-            left: E[u²], in a shape that broadcasts to `cov`.
-            right: E[v²], in a shape that broadcasts to `cov`.
+            row_variance: E[u²], in a shape that broadcasts to `cov`.
+            column_variance: E[v²], in a shape that broadcasts to `cov`.
 
         Returns:
             E[φ(u)φ(v)] and E[φ'(u)φ'(v)].
@@ -46,29 +47,34 @@ class Activation(ABC):
 
 @dataclass(frozen=True)
 class ReLU(Activation):
-    """max(x, 0) + slope·min(x, 0): ReLU, or leaky ReLU if `slope` is not 0 (the arc-cosine kernels).
+    """The ReLU, or the leaky ReLU if `negative_slope` is not 0: max(x, 0) + negative_slope · min(x, 0).
 
-    With the correlation ρ = cos θ, a = (1 + slope²)/2 and b = (1 − slope)²/(2π):
-    E[φ'φ'] = a − bθ and E[φφ] = √(E[u²]E[v²])·(ρ(a − bθ) + b sin θ).
-    The angle θ is computed from its sine and cosine, which is exact at ρ = ±1 and accurate near these values.
+    The expectations are those of the arc-cosine kernels. With c = negative_slope, the correlation ρ = cos θ,
+    a = (1 + c²)/2 and b = (1 − c)²/(2π):
+
+    - E[φ'φ'] = a − bθ
+    - E[φφ] = √(E[u²]E[v²]) · (ρ(a − bθ) + b sin θ)
+
+    The angle θ is computed from its sine and cosine, which is exact at ρ = ±1. Angles within about 8e-8 of 0 or π are
+    rounded to 0 or π.
 
     Args:
-        slope: Slope for negative inputs.
+        negative_slope: Slope for negative inputs.
 
     Example:
         >>> import torch
         >>> from metabridge.kernels import ReLU, fully_connected_kernel
-        >>> fully_connected_kernel(depth=2, activation=ReLU(slope=1.0)).nngp(torch.ones(1, 4))
+        >>> fully_connected_kernel(depth=2, activation=ReLU(negative_slope=1.0)).nngp(torch.ones(1, 4))
         tensor([[4.]])
     """
 
-    slope: float = 0.0
+    negative_slope: float = 0.0
 
-    def moments(self, cov: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    def moments(self, cov: Tensor, row_variance: Tensor, column_variance: Tensor) -> tuple[Tensor, Tensor]:
         """Return the two Gaussian expectations; see `Activation.moments`."""
         # Operations are in-place where possible, since the computation is memory-bound.
-        a, b = (1 + self.slope**2) / 2, (1 - self.slope) ** 2 / (2 * math.pi)
-        stds = (left.sqrt(), right.sqrt())
+        a, b = (1 + self.negative_slope**2) / 2, (1 - self.negative_slope) ** 2 / (2 * math.pi)
+        stds = (row_variance.sqrt(), column_variance.sqrt())
         for std in stds:  # a pixel of variance 0 has correlation 0 with every pixel
             cov.mul_(torch.where(std > 0, std.reciprocal(), 0))
         sine = torch.addcmul(cov.new_ones(()), cov, cov, value=-1)
@@ -84,7 +90,10 @@ class ReLU(Activation):
 class Erf(Activation):
     """The error function.
 
-    With s² = (1 + 2E[u²])(1 + 2E[v²]): E[φφ] = (2/π) arcsin(2E[uv]/s) and E[φ'φ'] = (4/π)/√(s² − 4E[uv]²).
+    With s² = (1 + 2E[u²])(1 + 2E[v²]):
+
+    - E[φφ] = (2/π) arcsin(2E[uv]/s)
+    - E[φ'φ'] = (4/π)/√(s² − 4E[uv]²)
 
     Example:
         >>> import torch
@@ -93,9 +102,9 @@ class Erf(Activation):
         tensor([[1.1807]])
     """
 
-    def moments(self, cov: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    def moments(self, cov: Tensor, row_variance: Tensor, column_variance: Tensor) -> tuple[Tensor, Tensor]:
         """Return the two Gaussian expectations; see `Activation.moments`."""
-        scales = ((1 + 2 * left).sqrt(), (1 + 2 * right).sqrt())
+        scales = ((1 + 2 * row_variance).sqrt(), (1 + 2 * column_variance).sqrt())
         derivative_moment = (scales[0] * scales[1]).square().addcmul_(cov, cov, value=-4).rsqrt_().mul_(4 / math.pi)
         for scale in scales:
             cov.div_(scale)
@@ -103,22 +112,24 @@ class Erf(Activation):
 
 
 @dataclass(frozen=True)
-class Gelu(Activation):
+class GELU(Activation):
     """The Gaussian error linear unit x·P(N(0, 1) < x).
 
-    The expectations are functions of E[uv], E[u²]E[v²], s² = (1 + E[u²])(1 + E[v²]), r² = s² − E[uv]² and the angle
-    arctan(E[uv]/r).
+    With p = E[u²]E[v²], s² = (1 + E[u²])(1 + E[v²]), r² = s² − E[uv]² and α = arctan(E[uv]/r):
+
+    - E[φ'φ'] = 1/4 + (α + (E[uv]/r) · (1/r² + (1 − p)/s² + 1))/(2π)
+    - E[φφ] = E[uv]/4 + ((E[uv]² + p·r²)/(s²·r) + α·E[uv])/(2π)
 
     Example:
         >>> import torch
-        >>> from metabridge.kernels import Gelu, fully_connected_kernel
-        >>> fully_connected_kernel(depth=2, activation=Gelu()).nngp(torch.ones(1, 4))
+        >>> from metabridge.kernels import GELU, fully_connected_kernel
+        >>> fully_connected_kernel(depth=2, activation=GELU()).nngp(torch.ones(1, 4))
         tensor([[1.8442]])
     """
 
-    def moments(self, cov: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    def moments(self, cov: Tensor, row_variance: Tensor, column_variance: Tensor) -> tuple[Tensor, Tensor]:
         """Return the two Gaussian expectations; see `Activation.moments`."""
-        product, s2 = left * right, (1 + left) * (1 + right)
+        product, s2 = row_variance * column_variance, (1 + row_variance) * (1 + column_variance)
         r2 = s2 - cov.square()
         r = r2.sqrt()
         angle = torch.atan2(cov, r)
@@ -138,9 +149,9 @@ class Sin(Activation):
         tensor([[0.9817]])
     """
 
-    def moments(self, cov: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    def moments(self, cov: Tensor, row_variance: Tensor, column_variance: Tensor) -> tuple[Tensor, Tensor]:
         """Return the two Gaussian expectations; see `Activation.moments`."""
-        plus, minus = _exponentials(cov, left, right)
+        plus, minus = _exponentials(cov, row_variance, column_variance)
         return plus - minus, plus + minus
 
 
@@ -155,23 +166,23 @@ class Cos(Activation):
         tensor([[1.0183]])
     """
 
-    def moments(self, cov: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    def moments(self, cov: Tensor, row_variance: Tensor, column_variance: Tensor) -> tuple[Tensor, Tensor]:
         """Return the two Gaussian expectations; see `Activation.moments`."""
-        plus, minus = _exponentials(cov, left, right)
+        plus, minus = _exponentials(cov, row_variance, column_variance)
         return plus + minus, plus - minus
 
 
-def _exponentials(cov: Tensor, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+def _exponentials(cov: Tensor, row_variance: Tensor, column_variance: Tensor) -> tuple[Tensor, Tensor]:
     """Return e⁺/2 and e⁻/2 (see `Sin`). They cannot overflow, since |E[uv]| is at most the mean of the variances."""
-    mean = (left + right) / 2
+    mean = (row_variance + column_variance) / 2
     return (cov - mean).exp_().div_(2), (-cov - mean).exp_().div_(2)
 
 
 ACTIVATIONS: dict[str, tuple[Activation, ...]] = {
     "relu": (ReLU(),),
-    "leaky-relu": (ReLU(slope=0.01),),  # torch.nn.LeakyReLU's default
+    "leaky-relu": (ReLU(negative_slope=0.01),),  # torch.nn.LeakyReLU's default
     "erf": (Erf(),),
-    "gelu": (Gelu(),),
+    "gelu": (GELU(),),
     "sin": (Sin(),),
     "cos": (Cos(),),
     "identity": (),
@@ -179,13 +190,25 @@ ACTIVATIONS: dict[str, tuple[Activation, ...]] = {
 
 
 def activation_layers(activation: str | Activation) -> tuple[Activation, ...]:
-    """Return the layers of an activation, which is a name or an instance; the identity has no layers.
+    """Return the layers of an activation.
+
+    Args:
+        activation: Name in `ACTIVATIONS`, or an instance.
+
+    Returns:
+        The activation as a tuple, which is empty for the identity.
+
+    Raises:
+        InputError: If there is no activation of this name.
 
     >>> activation_layers("leaky-relu")
-    (ReLU(slope=0.01),)
+    (ReLU(negative_slope=0.01),)
     """
     if isinstance(activation, Activation):
         return (activation,)
-    if activation not in ACTIVATIONS:
-        raise InputError(f"activation is '{activation}', but must be one of {', '.join(ACTIVATIONS)}.")
+    if not isinstance(activation, str) or activation not in ACTIVATIONS:
+        raise InputError(
+            f"activation is {activation!r}, but must be one of {', '.join(ACTIVATIONS)}, or an instance such as "
+            "ReLU(negative_slope=0.1)."
+        )
     return ACTIVATIONS[activation]

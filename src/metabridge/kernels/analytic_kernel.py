@@ -24,7 +24,7 @@ _TENSORS_PER_TILE = 8  # maximum number of tensors of a tile's size in memory wh
 _CPU_CACHE_ELEMENTS = 2**18  # number of elements of the largest tile that stays in a CPU's cache between operations
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AnalyticKernel:
     """NTK and NNGP kernel of the infinitely wide network with the given layers.
 
@@ -50,6 +50,9 @@ class AnalyticKernel:
 
     layers: tuple[Layer, ...]
     memory: int = DEFAULT_MEMORY
+
+    def __repr__(self) -> str:
+        return f"AnalyticKernel({len(self.layers)} layers)"
 
     def __post_init__(self) -> None:
         if not self.layers or not isinstance(self.layers[-1], Dense):

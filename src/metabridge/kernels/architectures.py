@@ -25,7 +25,7 @@ def fully_connected_kernel(
     Args:
         depth: Number of layers with weights: depth − 1 hidden layers and the readout.
         activation: "relu", "leaky-relu", "erf", "gelu", "sin", "cos" or "identity", or an instance such as
-            `ReLU(slope=0.1)`.
+            `ReLU(negative_slope=0.1)`.
         weight_variance: σ_w² of every layer, including the readout. The default is He initialization for ReLU.
         bias_variance: σ_b² of every layer, including the readout; 0 for layers without bias.
         memory: Maximum number of bytes used in addition to inputs and results.

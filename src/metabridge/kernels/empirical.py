@@ -26,8 +26,9 @@ from metabridge.kernels.layer_overrides import on_cpu
 from metabridge.kernels.ntk_vector_products import fill_by_products
 from metabridge.kernels.strategy import KernelProblem, Strategy, StrategyName
 from metabridge.models.batch_norm import BatchNorm
-from metabridge.models.drop_path import Drop
+from metabridge.models.drop_path import Drop, DropPath
 from metabridge.models.network import Network, Params, call_with_params, frozen_names
+from metabridge.models.resnet12 import DropBlock
 
 log = logging.getLogger("metabridge")
 
@@ -77,7 +78,7 @@ class _CapturedKernel:
         return self._graph.replay().clone()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class EmpiricalKernel:
     """The empirical NTK and NNGP kernel of a finite network with k outputs.
 
@@ -133,6 +134,10 @@ class EmpiricalKernel:
                 allowed = ", ".join(map(repr, get_args(values)))
                 raise InputError(f"{name} is {getattr(self, name)!r}, but must be one of {allowed}.")
         _check_network(self.net, self._all_params())
+
+    def __repr__(self) -> str:
+        net = repr(self.net) if isinstance(self.net, Network) else type(self.net).__name__
+        return f"EmpiricalKernel({net}, part={self.part!r}, outputs={self.outputs!r})"
 
     def __getstate__(self) -> dict[str, object]:
         """Return the state for copying and pickling, without profiles and CUDA graphs: graphs cannot be copied."""
@@ -476,7 +481,7 @@ def _is_capturable(net: nn.Module, profile: NetworkProfile, strategy: Strategy) 
         strategy.name == "gradients"
         and not profile.generic_names
         and all(
-            (type(layer).__module__.startswith("torch.nn.") or type(layer) in (Network, BatchNorm, Drop))
+            (type(layer).__module__.startswith("torch.nn.") or type(layer) in (Network, BatchNorm, DropBlock, DropPath))
             and not layer._forward_hooks
             and not layer._forward_pre_hooks
             for layer in net.modules()

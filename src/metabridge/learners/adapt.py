@@ -11,7 +11,7 @@ from torch import Tensor
 
 from metabridge.episodes import Episodes
 from metabridge.heads import FittedHead, Head
-from metabridge.learners.method import Method
+from metabridge.learners.method import Method, method_name
 from metabridge.learners.parameters import adapted_params, check_channels, check_test_time, network_name, solver_params
 from metabridge.learners.task_gradients import compute_features, map_over_tasks
 from metabridge.models.forward_behavior import observe
@@ -30,18 +30,21 @@ class Adapted:
         net: The network.
         params: Its parameters after adaptation, by name.
         head: The fitted test-time head, which replaces the network's head. None if the method has none.
+        method: The method that adapted the network. None if it is unknown, as for a classifier read from a file.
 
+    >>> import torch
     >>> import metabridge as mb
     >>> anil, net = mb.method("anil"), mb.models.mlp(1, 1)
     >>> x = torch.linspace(-1, 1, 10)[:, None]
-    >>> adapted = adapt(anil, net, mb.parameters(anil, net), x, x)
+    >>> adapted = mb.adapt(anil, net, mb.parameters(anil, net), x, x)
     >>> adapted, adapted(x[:3]).shape
-    (Adapted(mlp), torch.Size([3, 1]))
+    (Adapted(anil, mlp), torch.Size([3, 1]))
     """
 
     net: Network
     params: Params
     head: FittedHead | None = None
+    method: Method | None = None
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
@@ -58,7 +61,8 @@ class Adapted:
 
     def __repr__(self) -> str:
         head = "" if self.head is None else ", with a test-time head"
-        return f"Adapted({network_name(self.net)}{head})"
+        method = "" if self.method is None else f"{method_name(self.method)}, "
+        return f"Adapted({method}{network_name(self.net)}{head})"
 
 
 @torch.inference_mode(False)
@@ -78,10 +82,11 @@ def adapt(method: Method, net: Network, params: Params, x: Tensor, y: Tensor) ->
     Raises:
         InputError: If the parameters, the network and the inputs do not match.
 
+    >>> import torch
     >>> import metabridge as mb
     >>> maml, net = mb.method("maml", steps=20, lr=0.1), mb.models.mlp(1, 1)
     >>> x = torch.linspace(-1, 1, 10)[:, None]
-    >>> adapt(maml, net, mb.parameters(maml, net), x, x)(x).shape
+    >>> mb.adapt(maml, net, mb.parameters(maml, net), x, x)(x).shape
     torch.Size([10, 1])
     """
     x, y = _clone_inference_tensor(x), _clone_inference_tensor(y)
@@ -96,8 +101,9 @@ def adapt(method: Method, net: Network, params: Params, x: Tensor, y: Tensor) ->
             features = apply_features(net, params, x)
         head = solver.fit(features[None], y[None], _count_outputs(task))
         # a head that is loaded from a file is contiguous; in another layout, results would be rounded differently
-        return Adapted(net, params, head._replace(weight=head.weight.contiguous(), bias=head.bias.contiguous()))
-    return Adapted(net, _solve(method, solver, net, params, x, y))
+        head = head._replace(weight=head.weight.contiguous(), bias=head.bias.contiguous())
+        return Adapted(net, params, head, method)
+    return Adapted(net, _solve(method, solver, net, params, x, y), method=method)
 
 
 @torch.inference_mode(False)
@@ -120,9 +126,11 @@ def predict(
     Raises:
         InputError: If the parameters, the network and the episodes do not match.
 
+    >>> import torch
     >>> import metabridge as mb
     >>> anil, net = mb.method("anil"), mb.models.mlp(1, 1)
-    >>> predict(anil, net, mb.parameters(anil, net), mb.environments.Sinusoid().sample(3, torch.Generator())).shape
+    >>> tasks = mb.environments.Sinusoid().sample(3, torch.Generator())
+    >>> mb.predict(anil, net, mb.parameters(anil, net), tasks).shape
     torch.Size([3, 10, 1])
     """
     check_test_time(method, net, params, episodes)

@@ -91,13 +91,12 @@ class Engine:
     Raises:
         InputError: If `mode` is unknown; when called, if parameters, network and episodes do not match.
 
-    >>> from metabridge.environments import Sinusoid
-    >>> from metabridge.learners import method, parameters
-    >>> from metabridge.models import mlp
-    >>> maml, net = method("maml"), mlp(1, 1)
-    >>> params = parameters(maml, net)
-    >>> episodes = Sinusoid().sample(4, torch.Generator().manual_seed(0))
-    >>> engine = Engine(maml, net)
+    >>> import torch
+    >>> import metabridge as mb
+    >>> maml, net = mb.method("maml"), mb.models.mlp(1, 1)
+    >>> params = mb.parameters(maml, net)
+    >>> episodes = mb.environments.Sinusoid().sample(4, torch.Generator().manual_seed(0))
+    >>> engine = mb.Engine(maml, net)
     >>> engine
     Engine(mlp, mode='auto')
     >>> sorted(engine(params, episodes).gradients) == sorted(params)
@@ -307,10 +306,11 @@ def meta_gradient(
     Raises:
         InputError: If `mode` is unknown, or parameters, network and episodes do not match.
 
+    >>> import torch
     >>> import metabridge as mb
     >>> anil, net = mb.method("anil"), mb.models.mlp(1, 1)
     >>> episodes = mb.environments.Sinusoid().sample(4, torch.Generator().manual_seed(0))
-    >>> meta_gradient(anil, net, mb.parameters(anil, net), episodes).gradients["head.bias"].shape
+    >>> mb.meta_gradient(anil, net, mb.parameters(anil, net), episodes).gradients["head.bias"].shape
     torch.Size([1])
     """
     if episodes.device.type == "cuda" and mode in ("auto", "captured"):

@@ -5,7 +5,7 @@ A method is data. `PRESETS` contains the methods of the papers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from types import FunctionType
 from typing import Any, Literal, get_args
@@ -31,23 +31,24 @@ class Method:
         adapts: The parameters that the inner loop adapts: "all", the "head" only, or "none".
         inner: The inner solver, or None if nothing adapts during training.
         outer: How the outer gradient treats the inner solve, a name in `OUTER_RULES`: "exact" differentiates through
-            it, "first-order" treats its Jacobian as the identity, "implicit" solves the linear system of its
-            optimality conditions, "displacement" is θ − θ' for the initial parameters θ and the adapted ones θ'
-            (Reptile; times the strength of a proximal solver), and "plain" is the gradient of the loss without an
-            inner solve.
+            it, "first-order" differentiates through it, treating inner gradients and support features as constants,
+            "implicit" solves the linear system of its optimality conditions, "displacement" is θ − θ' for the initial
+            parameters θ and the adapted ones θ' (Reptile; times the strength of a proximal solver), and "plain" is the
+            gradient of the loss without an inner solve.
         training_head: The head during training: "learned", a shared initial head; "frozen", the same but not trained;
             "solved", solved on each support set; "task-rows", one row per training class, where a task uses the rows
             of its classes (multi-task learning); "all-rows", one classifier over all training classes (RFS).
         split: Whether the loss of a task is computed on a query set, separate from its support set. If false, both
             sets contain all examples of the task.
         loss: The loss, a function of predictions and targets.
-        test_solver: The iterative solver or head that adapts at test time. None for `inner`.
+        test_solver: Solver or head that adapts at test time. None: use `inner`.
         regularizer: A function of the parameters whose value is added to the mean loss.
 
     Raises:
         InputError: If the choices contradict each other; the message names valid choices.
 
-    >>> Method(adapts="head", inner=Proximal(strength=1.0), outer="implicit").training_head
+    >>> import metabridge as mb
+    >>> mb.Method(adapts="head", inner=mb.solvers.Proximal(strength=1.0), outer="implicit").training_head
     'learned'
     """
 
@@ -85,10 +86,8 @@ class Method:
             if not (callable(value) or (value is None and name == "regularizer")):
                 raise InputError(f"{name} is {value!r}, but must be a function.")
         if self.test_solver is not None and not isinstance(self.test_solver, test_solver_types()):
-            names = ", ".join(kind.__name__ for kind in test_solver_types())
-            raise InputError(
-                f"test_solver is {self.test_solver!r}, but must be one of {names}, or a head's name, such as 'svm'."
-            )
+            names = ", ".join(f"{kind.__name__}()" for kind in test_solver_types())
+            raise InputError(f"test_solver is {self.test_solver!r}, but must be one of {names}, or None.")
         inner: object = self.inner
         if not isinstance(inner, Solver | None):
             names = ", ".join(f"{kind.__name__}()" for kind in Solver.registry.values())
@@ -113,11 +112,13 @@ class Method:
             )
 
     def _check_outer(self) -> None:
-        admitted = ("plain",) if self.inner is None else self.inner.outer_rules
-        if self.outer not in admitted:
+        supported = ("plain",) if self.inner is None else self.inner.outer_rules
+        if self.outer not in supported:
+            if self.inner is None:
+                raise InputError(f"outer is {self.outer!r}, but there is no inner solver. Use outer='plain'.")
             raise InputError(
-                f"outer is {self.outer!r}, which {_name(self.inner)} does not admit. "
-                f"Use one of {', '.join(map(repr, admitted))}."
+                f"outer is {self.outer!r}, which {_name(self.inner)} does not support. "
+                f"Use one of {', '.join(map(repr, supported))}."
             )
         rule = OUTER_RULES[self.outer]
         if rule.all_layers and self.adapts != "all":
@@ -162,6 +163,12 @@ class Method:
 def test_solver_types() -> tuple[type[Solver] | type[Head], ...]:
     """Return the classes that `test_solver` accepts: solvers that start from a shared head, and test-time heads."""
     return (*(kind for kind in Solver.registry.values() if not kind.solves_exactly), *Head.registry.values())
+
+
+def method_name(method: Method) -> str:
+    """Return the name of the preset that equals a method; if there is none, what the method adapts."""
+    names = (name for name, preset in PRESETS.items() if preset == method)
+    return next(names, f"adapts={method.adapts!r}")
 
 
 def balancing_regularizer(params: Params) -> Tensor:
@@ -218,7 +225,7 @@ def method(name: str, **options: object) -> Method:
     Args:
         name: The name of the preset.
         **options: Fields of `Method` or of its inner solver (of its `test_solver` for methods that adapt only at test
-            time). `test_solver` may be the name of a test-time head.
+            time). `inner` may be the name of a solver, and `test_solver` the name of a test-time head or a solver.
 
     Returns:
         The method.
@@ -226,9 +233,12 @@ def method(name: str, **options: object) -> Method:
     Raises:
         InputError: If there is no such method or option, or options contradict each other.
 
-    >>> method("maml", steps=3, lr=0.4).inner
+    >>> import metabridge as mb
+    >>> mb.method("maml", steps=3, lr=0.4).inner
     GradientDescent(steps=3, lr=0.4, rates='fixed')
-    >>> method("anil", test_solver="svm").test_solver
+    >>> mb.method("maml", inner="proximal", steps=3).inner.steps
+    3
+    >>> mb.method("anil", test_solver="svm").test_solver
     SVM(C=1.0, loss='squared-hinge', normalize=True)
     """
     if name not in PRESETS:
@@ -236,8 +246,9 @@ def method(name: str, **options: object) -> Method:
     preset = PRESETS[name]
     method_fields = {field.name for field in fields(Method)}
     solver_field = "inner" if preset.inner is not None else "test_solver"
-    if isinstance(options.get("test_solver"), str):
-        options["test_solver"] = create_head(str(options["test_solver"]))
+    for field_name, kinds in (("inner", Solver.registry.values()), ("test_solver", test_solver_types())):
+        if isinstance(value := options.get(field_name), str):
+            options[field_name] = _create(field_name, value, kinds)
     solver: Any = options.get(solver_field) or getattr(preset, solver_field)
     if not isinstance(solver, Solver | Head):
         raise InputError(f"{solver_field} is {solver!r}, but must be a solver such as GradientDescent().")
@@ -253,6 +264,15 @@ def method(name: str, **options: object) -> Method:
     if solver_options:
         changes[solver_field] = replace(solver, **solver_options)  # type: ignore[type-var]
     return replace(preset, **changes)  # type: ignore[arg-type]
+
+
+def _create(field_name: str, name: str, kinds: Iterable[type[Solver] | type[Head]]) -> Solver | Head:
+    """Return the solver or head with this name, with its default options."""
+    kind_of = {kind.name: kind for kind in kinds}
+    if name not in kind_of:
+        raise InputError(f"{field_name} is {name!r}, but must be one of {', '.join(sorted(kind_of))}.")
+    kind = kind_of[name]
+    return create_head(name) if issubclass(kind, Head) else kind()
 
 
 def _name_or_repr(value: object) -> str:

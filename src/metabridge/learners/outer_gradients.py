@@ -5,7 +5,7 @@ adapts, or nothing, `Task` contains features, and `Leaves.start` is the head; th
 is propagated into the network's body afterwards.
 
 To add an outer gradient, decorate a function with `outer_rule`, and add its name to `outer_rules` of the solvers that
-admit it.
+support it.
 """
 
 from __future__ import annotations

@@ -33,9 +33,8 @@ def parameters(method: Method, net: Network, *, classes: int | None = None, seed
     Raises:
         InputError: If `classes` is missing, or the head shares parameters with the features.
 
-    >>> from metabridge.learners.method import method
-    >>> from metabridge.models import mlp
-    >>> sorted(parameters(method("r2d2"), mlp(4, 5, depth=1)))
+    >>> import metabridge as mb
+    >>> sorted(mb.parameters(mb.method("r2d2"), mb.models.mlp(4, 5, depth=1)))
     ['features.1.bias', 'features.1.weight', 'head.bias', 'head.weight', 'solver.log_penalty', 'solver.log_scale']
     """
     params = {name: value.detach().clone() for name, value in net.named_parameters()}

@@ -80,7 +80,8 @@ def build(model: str, **options: object) -> Network:
         raise
     except (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, AttributeError, MemoryError) as error:
         description = ", ".join(f"{option}={value!r}" for option, value in options.items())
-        raise InputError(f"{model} cannot be built with {description} ({error}).") from error
+        reason = str(error).partition("\n")[0]  # further lines of PyTorch's errors list signatures
+        raise InputError(f"{model} cannot be built with {description} ({reason}).") from error
 
 
 def builder(model: str, **options: object) -> partial[Network]:

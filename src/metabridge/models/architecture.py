@@ -1,10 +1,10 @@
 """Architectures of cells, and the operators of their edges, as plain data (Wang et al. 2022, §6.1).
 
-A network is a stack of normal cells and reduction cells, which halve the sides of the feature maps. The inputs
-of a cell are the outputs of the two previous cells, called sources 0 and 1. A cell has three nodes; nodes 0 and 1 are
-sources 2 and 3 for later nodes. Every node has an edge from each earlier source, so a cell has 2 + 3 + 4 = 9 edges. A
-node is the sum of the outputs of the operators on its edges, and the output of the cell is the concatenation of its
-nodes.
+A network is a stack of normal cells and reduction cells, which halve the height and width of the feature maps. The
+inputs of a cell are the outputs of the two previous cells, called sources 0 and 1. A cell has three nodes; nodes 0 and
+1 are sources 2 and 3 for later nodes. Every node has an edge from each earlier source, so a cell has 2 + 3 + 4 = 9
+edges. A node is the sum of the outputs of the operators on its edges, and the output of the cell is the concatenation
+of its nodes.
 
 In an `Architecture`, two edges into each node have one operator each, and the other edges have none.
 """
@@ -57,8 +57,9 @@ class Architecture:
         InputError: If a cell has another number of nodes or pairs, or an unknown source or operator, or if the sources
             of a node are equal or not in order.
 
+    >>> import metabridge as mb
     >>> cell = [[[0, "conv_3x3"], [1, "skip"]], [[0, "skip"], [2, "skip"]], [[1, "max_pool_3x3"], [3, "skip"]]]
-    >>> architecture = Architecture.from_dict({"normal": cell, "reduction": cell})
+    >>> architecture = mb.Architecture.from_dict({"normal": cell, "reduction": cell})
     >>> print(architecture)
     normal     0: conv_3x3(c_{k-2}) + skip(c_{k-1})
                1: skip(c_{k-2}) + skip(0)

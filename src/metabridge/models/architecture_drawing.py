@@ -31,7 +31,7 @@ from metabridge.models.architecture import CELLS, NODES, OPERATORS, SOURCE_NAMES
 BLUE, VERMILION, GREEN, PINK, ORANGE, SKY, GRAY = COLORS
 OPERATOR_COLORS = dict(zip(OPERATORS, (VERMILION, ORANGE, GRAY, PINK, SKY, BLUE, GREEN)))
 LABELS = {name: re.sub(r"(?<=\d)x(?=\d)", "×", name.replace("_", " ")) for name in OPERATORS}
-TITLES = {"normal": "normal cell", "reduction": "reduction cell: half the sides, twice the channels"}
+TITLES = {"normal": "normal cell", "reduction": "reduction cell: half the height and width, twice the channels"}
 FORMATS = (".png", ".svg")
 
 Point = tuple[float, float]

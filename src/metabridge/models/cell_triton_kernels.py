@@ -257,7 +257,7 @@ def max_pool_backward(g, extra_grad, indices, grad_x, rows, c, GRID: tl.constexp
 
 
 @jit
-def mean_pool(x, y, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def avg_pool(x, y, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """Store the mean of the pixels in each window, excluding the padding."""
     row, column = tile_indices(c, BR, BC)
     column = column[None, :]
@@ -274,7 +274,7 @@ def mean_pool(x, y, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.conste
 
 
 @jit
-def mean_pool_backward(g, extra_grad, grad_x, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+def avg_pool_backward(g, extra_grad, grad_x, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """Store the gradient of each pixel.
 
     It is the sum, over the windows that contain the pixel, of the window's gradient divided by its number of pixels.

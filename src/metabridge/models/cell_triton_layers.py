@@ -19,7 +19,7 @@ from torch.nn import functional as F
 from metabridge.models import cell_triton_kernels as kernels
 from metabridge.models import triton_tiles
 from metabridge.models.cell_triton_kernels import WindowGrid
-from metabridge.models.cells import MeanPool
+from metabridge.models.cells import AvgPool
 from metabridge.models.fused_layers import differentiable_vjp
 
 # chosen according to the numbers of registers and instructions of the compiled kernels
@@ -43,9 +43,9 @@ def max_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
     return _with_input(_MaxPool(stride), x)
 
 
-def mean_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
+def avg_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
     """Return the mean of the pixels in every 3×3 window, excluding the padding, and x."""
-    return _with_input(_MeanPool(stride), x)
+    return _with_input(_AvgPool(stride), x)
 
 
 def relu_even_odd(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,24 +187,22 @@ class _MaxPool:
 
 
 @dataclass(frozen=True)
-class _MeanPool:
+class _AvgPool:
     stride: int
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         y, rows, grid, tile = _window_output(x, self.stride)
-        kernels.mean_pool[triton_tiles.launch_grid(rows, x.shape[1], tile)](x, y, rows, x.shape[1], grid, **tile)
+        kernels.avg_pool[triton_tiles.launch_grid(rows, x.shape[1], tile)](x, y, rows, x.shape[1], grid, **tile)
         return (y,)
 
     def backward(self, g: Tensor, extra_grad: Tensor | None, x: Tensor, _: Tensor) -> tuple[Tensor, ...]:
         grad_x, c, (rows, grid) = torch.empty_like(x), x.shape[1], _window_rows(x, g, self.stride)
         tile = triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE_ELEMENTS)
-        kernels.mean_pool_backward[triton_tiles.launch_grid(rows, c, tile)](
-            g, extra_grad, grad_x, rows, c, grid, **tile
-        )
+        kernels.avg_pool_backward[triton_tiles.launch_grid(rows, c, tile)](g, extra_grad, grad_x, rows, c, grid, **tile)
         return (grad_x,)
 
     def reference(self, x: Tensor) -> Tensor:
-        return MeanPool(self.stride).forward(x)
+        return AvgPool(self.stride).forward(x)
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from metabridge.errors import InputError, check_positive
+from metabridge.errors import InputError, check_count
 from metabridge.models.architecture import EDGES, NODES, OPERATORS, ActiveOperators, Architecture, EdgeSets, edges_of
 from metabridge.models.batch_norm import BatchNorm, Statistics, group_count
-from metabridge.models.drop_path import DropPath
+from metabridge.models.drop_path import DropPath, check_drop_rate
 from metabridge.models.network import Network, seeded, stores_build_arguments
 from metabridge.models.triton_support import can_fuse
 
 Norm = Literal["batch", "group"]
-MakeNorm = Callable[[int], nn.Module]  # returns a norm for a number of channels
+MakeNorm = Callable[[int], nn.Module]  # builds a normalization layer for the given number of channels
 
 
 def supernet(
@@ -44,14 +44,16 @@ def supernet(
     app. E).
 
     Args:
-        active: The operators on every edge. `mask` can deactivate some of them later.
+        active: The operators on every edge. `set_active_operators` can deactivate some of them later.
         cells: Number of cells, at least 3. The cells at a third and two thirds of the depth are reduction cells.
         channels: Number of channels of each node in the first cells. Every reduction cell doubles it.
         image_channels: Number of channels of the images.
-        size: Height and width of the images in pixels.
+        size: Height and width of the images in pixels. It is only checked: the network accepts images of any size.
         outputs: Number of outputs of the head.
         norm: "group" for group norms or "batch" for batch norms.
-        statistics: Statistics of the batch norms, see `BatchNorm`.
+        statistics: Statistics of the batch norms. "batch" normalizes every batch by its own mean and variance, in
+            training and in evaluation. "running" does the same in training, but uses fixed statistics in evaluation,
+            which `estimate_statistics` measures on training images.
         seed: Seed of the initial weights.
 
     Returns:
@@ -88,12 +90,15 @@ def cell_network(
         cells: Number of cells, at least 3. The cells at a third and two thirds of the depth are reduction cells.
         channels: Number of channels of each node in the first cells. Every reduction cell doubles it.
         image_channels: Number of channels of the images.
-        size: Height and width of the images in pixels.
+        size: Height and width of the images in pixels. It is only checked, and stored with the other arguments: the
+            network accepts images of any size.
         outputs: Number of outputs of the head.
         norm: "batch" for batch norms or "group" for group norms.
-        statistics: Statistics of the batch norms, see `BatchNorm`.
-        drop_rate: Probability of dropping the output of an operator, except a skip of stride 1, in training. Wang et
-            al. (2022, app. E) use 0.2 for mini-ImageNet and 0.1 for tiered-ImageNet.
+        statistics: Statistics of the batch norms. "batch" normalizes every batch by its own mean and variance, in
+            training and in evaluation. "running" does the same in training, but uses fixed statistics in evaluation,
+            which `estimate_statistics` measures on training images.
+        drop_rate: Drop-path probability of every operator in training, except skips of stride 1. Wang et al. (2022,
+            app. E) use 0.2 for mini-ImageNet and 0.1 for tiered-ImageNet.
         seed: Seed of the initial weights.
 
     Returns:
@@ -113,7 +118,7 @@ def cell_network(
     return _build_network(active, cells, channels, image_channels, size, outputs, norm, statistics, drop_rate, seed)
 
 
-def mask(net: Network, active: ActiveOperators) -> None:
+def set_active_operators(net: Network, active: ActiveOperators) -> None:
     """Set the active operators of a supernet in place.
 
     Args:
@@ -124,25 +129,59 @@ def mask(net: Network, active: ActiveOperators) -> None:
         InputError: If `net` is not a network of cells, or was built without one of the operators.
 
     >>> net = supernet(ActiveOperators.full(), channels=4)
-    >>> mask(net, ActiveOperators.full().without(("normal", 0, "skip")))
+    >>> set_active_operators(net, ActiveOperators.full().without(("normal", 0, "skip")))
+    """
+    check_active_operators(net, active).active = active
+
+
+def check_active_operators(net: Network, active: ActiveOperators) -> Cells:
+    """Return the cells of a supernet if it was built with all operators in `active`.
+
+    Args:
+        net: The supernet, which is not changed.
+        active: The operators.
+
+    Returns:
+        The features of `net`.
+
+    Raises:
+        InputError: If `net` is not a network of cells, or was built without one of the operators.
+
+    >>> len(check_active_operators(supernet(ActiveOperators.full(), channels=4), ActiveOperators.full()).cells)
+    5
     """
     if not isinstance(net.features, Cells):
-        raise InputError("net is not a network of cells, so it cannot be masked. Use metabridge.models.cells.supernet.")
+        raise InputError(
+            "net is not a network of cells, so it has no operators to deactivate. Build it with `supernet` or "
+            "`cell_network`."
+        )
     missing = set(active) - set(net.features.available)
     if missing:
         cell, edge, operator = min(missing)
         raise InputError(
             f"the supernet was built without {operator!r} on edge {edge} of the {cell} cell. Build another supernet."
         )
-    net.features.active = active
+    return net.features
 
 
 class Cells(nn.Module):
     """A stem, the cells, and global average pooling.
 
-    The features are the pooled output of the last cell, which concatenates its three nodes. The means of
-    group-normalized maps hardly differ between images. Therefore, if `norm` is "group", a further group norm and a
-    ReLU precede the pooling, as in the public code of Wang et al. (2022): after the ReLU, the means differ.
+    The features are the pooled output of the last cell, which concatenates its three nodes. Without a ReLU, the spatial
+    mean of group-normalized maps is almost the same for all images. Therefore, if `norm` is "group", a group norm and a
+    ReLU precede the pooling, as in the public code of Wang et al. (2022).
+
+    Args:
+        active: The operators on every edge.
+        cells: Number of cells.
+        channels: Number of channels of each node in the first cells. Every reduction cell doubles it.
+        image_channels: Number of channels of the images.
+        norm: "group" for group norms or "batch" for batch norms.
+        statistics: Statistics of the batch norms, see `supernet`.
+        drop_rate: Drop-path probability of every operator in training, except skips of stride 1.
+
+    Raises:
+        InputError: If `norm` or `statistics` is not one of its values, or `drop_rate` is not in [0, 1).
     """
 
     def __init__(
@@ -190,11 +229,20 @@ class Cells(nn.Module):
 
 
 class Cell(nn.Module):
-    """Three nodes, whose sources 0 and 1 are the outputs of the two previous cells.
+    """A cell of three nodes.
 
-    If `after_reduction` is true, the previous cell is a reduction cell, so source 0 has twice the sides of source 1. It
-    is then halved to the same size. `before` and `last` (names fixed by stored weights) are the input layers of source
-    0 and source 1.
+    Its inputs, sources 0 and 1, are the outputs of the cell before the previous one and of the previous one. The
+    modules `before` and `last` (these names are kept for compatibility with saved weights) process sources 0 and 1.
+
+    Args:
+        active: The operators on every edge.
+        source_channels: Numbers of channels of sources 0 and 1.
+        channels: Number of channels of each node.
+        reduction: Whether the cell is a reduction cell, whose operators on sources 0 and 1 have stride 2.
+        after_reduction: Whether the previous cell is a reduction cell. If so, the feature maps of source 0 are twice as
+            high and wide as those of source 1, and are downsampled to the same size.
+        make_norm: Function that builds a normalization layer for the given number of channels.
+        drop_rate: Drop-path probability of every operator in training, except skips of stride 1.
     """
 
     def __init__(
@@ -209,7 +257,7 @@ class Cell(nn.Module):
     ) -> None:
         super().__init__()
         self.reduction = reduction
-        self.before = (Halving if after_reduction else _pointwise)(source_channels[0], channels, make_norm)
+        self.before = (FactorizedReduce if after_reduction else _pointwise)(source_channels[0], channels, make_norm)
         self.last = _pointwise(source_channels[1], channels, make_norm)
         self.edges = nn.ModuleList()
         for (_, source), operators in zip(EDGES, active.reduction if reduction else active.normal):
@@ -238,10 +286,19 @@ class Cell(nn.Module):
         return x if isinstance(operator, nn.Identity) else self.drop(operator(x))
 
 
-class Halving(nn.Module):
-    """Halve the sides of maps with two 1×1 convolutions of stride 2, each of which computes half of the channels.
+class FactorizedReduce(nn.Module):
+    """Halve the height and width of feature maps with two 1×1 convolutions of stride 2, after a ReLU.
 
-    One reads the pixels whose row and column are even, the other the pixels whose row and column are odd.
+    Each convolution computes half of the output channels. One reads the pixels whose row and column are even, the other
+    the pixels whose row and column are odd.
+
+    Args:
+        in_channels: Number of input channels.
+        out_channels: Number of output channels.
+        make_norm: Function that builds a normalization layer for the given number of channels.
+
+    >>> FactorizedReduce(4, 8, nn.BatchNorm2d)(torch.rand(2, 4, 7, 7)).shape
+    torch.Size([2, 8, 4, 4])
     """
 
     def __init__(self, in_channels: int, out_channels: int, make_norm: MakeNorm) -> None:
@@ -251,24 +308,31 @@ class Halving(nn.Module):
         self.norm = make_norm(out_channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the maps after ReLU, halving and normalization."""
+        """Return the feature maps after the ReLU, the convolutions and the normalization."""
         x = F.relu(x)
-        shifted = F.pad(x, (0, 1, 0, 1))[..., 1:, 1:]  # with padding, so that odd(shifted) has the sides of even(x)
+        shifted = F.pad(x, (0, 1, 0, 1))[..., 1:, 1:]  # padded, so that odd(shifted) has the size of even(x)
         return self.norm(torch.cat([self.even(x), self.odd(shifted)], 1))  # type: ignore[no-any-return]
 
     def joint_weight(self) -> Tensor:
-        """Return the weight of one 1×1 convolution whose output is the concatenation of those of `even` and `odd`.
+        """Return the weight of a single 1×1 convolution that computes `torch.cat([even(x), odd(shifted)], 1)`.
 
         Its input channels are first the channels of the even pixels, then the channels of the odd pixels.
         """
         return torch.block_diag(self.even.weight.flatten(1), self.odd.weight.flatten(1))[..., None, None]  # type: ignore[no-any-return]
 
 
-class MeanPool(nn.AvgPool2d):
+class AvgPool(nn.AvgPool2d):
     """Average pooling over 3×3 windows with padding 1, which is excluded from the mean.
 
     On a GPU, PyTorch up to 2.13 assigns gradients to wrong pixels if the input is channels-last and windows are padded.
     Therefore the input is made contiguous on a GPU.
+
+    Args:
+        stride: Distance between windows in pixels.
+
+    >>> AvgPool(stride=2)(torch.ones(1, 1, 4, 4))
+    tensor([[[[1., 1.],
+              [1., 1.]]]])
     """
 
     def __init__(self, stride: int) -> None:
@@ -283,12 +347,12 @@ def _max_pool(channels: int, stride: int, make_norm: MakeNorm) -> nn.Module:
     return nn.Sequential(nn.MaxPool2d(3, stride, padding=1), make_norm(channels))
 
 
-def _mean_pool(channels: int, stride: int, make_norm: MakeNorm) -> nn.Module:
-    return nn.Sequential(MeanPool(stride), make_norm(channels))
+def _avg_pool(channels: int, stride: int, make_norm: MakeNorm) -> nn.Module:
+    return nn.Sequential(AvgPool(stride), make_norm(channels))
 
 
 def _skip(channels: int, stride: int, make_norm: MakeNorm) -> nn.Module:
-    return nn.Identity() if stride == 1 else Halving(channels, channels, make_norm)
+    return nn.Identity() if stride == 1 else FactorizedReduce(channels, channels, make_norm)
 
 
 def _factorized(channels: int, stride: int, make_norm: MakeNorm) -> nn.Module:
@@ -315,7 +379,7 @@ def _pointwise(in_channels: int, out_channels: int, make_norm: MakeNorm) -> nn.M
 # the published 1.77 million parameters, within 3 %.
 _OPERATORS: dict[str, Callable[[int, int, MakeNorm], nn.Module]] = {
     "max_pool_3x3": _max_pool,
-    "avg_pool_3x3": _mean_pool,
+    "avg_pool_3x3": _avg_pool,
     "skip": _skip,
     "conv_1x5_5x1": _factorized,
     "conv_3x3": _separable,
@@ -332,7 +396,7 @@ def _convolution(
     dilation: int = 1,
     groups: int = 1,
 ) -> nn.Conv2d:
-    """Build a convolution without bias whose output has the sides of its input, or half (rounded up) with stride 2."""
+    """Build a convolution without bias that keeps the size of its input, or halves it (rounded up) with stride 2."""
     height, width = (kernel_size, kernel_size) if isinstance(kernel_size, int) else kernel_size
     padding = (dilation * (height // 2), dilation * (width // 2))
     layer = nn.Conv2d(in_channels, out_channels, (height, width), stride, padding, dilation, groups, bias=False)
@@ -362,8 +426,10 @@ def _build_network(
     drop_rate: float,
     seed: int,
 ) -> Network:
-    for name, value in (("channels", channels), ("image_channels", image_channels), ("size", size)):
-        check_positive(name, value)
+    counts = {"cells": cells, "channels": channels, "image_channels": image_channels, "size": size, "outputs": outputs}
+    for name, value in counts.items():
+        check_count(name, value)
+    check_drop_rate("drop_rate", drop_rate)
     if cells < 3:
         raise InputError(f"cells is {cells}, but must be at least 3: one normal and two reduction cells.")
     with seeded(seed):

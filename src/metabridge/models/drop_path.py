@@ -11,14 +11,14 @@ from metabridge.errors import InputError
 class Drop(nn.Module):
     """Base class of layers that drop parts of their input in training.
 
-    The buffer `rate` is the current rate. A schedule can raise it to `full_rate` step by step with
-    `layer.rate.fill_(…)`, which a captured CUDA graph also respects.
+    The buffer `rate` is the current rate, and `full_rate` the rate at the end of a schedule. To follow a schedule,
+    change it in place with `layer.rate.fill_(…)`. This also takes effect in a captured CUDA graph.
 
     Args:
-        rate: The full rate. The current rate is initially the same.
+        rate: The full rate, which is also the initial value of the buffer.
 
     Raises:
-        InputError: If `rate` is not at least 0 and less than 1.
+        InputError: If `rate` is not in [0, 1).
 
     >>> Drop(0.2).rate
     tensor(0.2000)
@@ -28,10 +28,20 @@ class Drop(nn.Module):
 
     def __init__(self, rate: float) -> None:
         super().__init__()
-        if not 0 <= rate < 1:
-            raise InputError(f"drop_rate is {rate}, but must be at least 0 and less than 1.")
+        check_drop_rate("rate", rate)
         self.full_rate = float(rate)
         self.register_buffer("rate", torch.tensor(float(rate)))
+
+
+def check_drop_rate(name: str, rate: float) -> None:
+    """Raise `InputError` unless a rate is in [0, 1).
+
+    >>> check_drop_rate("drop_rate", 1.0)
+    Traceback (most recent call last):
+    metabridge.errors.InputError: drop_rate is 1.0, but must be at least 0 and less than 1.
+    """
+    if not 0 <= rate < 1:
+        raise InputError(f"{name} is {rate!r}, but must be at least 0 and less than 1.")
 
 
 class DropPath(Drop):

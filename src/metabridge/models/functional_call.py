@@ -1,8 +1,8 @@
 """Call a module with other parameters, without changing the module.
 
 `torch.func.functional_call` replaces the parameters in the module during the call. Threads that share a module would
-therefore compute with each other's parameters. The functions below copy the tree of modules, but not its tensors, which
-takes as long as replacing the parameters.
+therefore compute with each other's parameters. `bind_params` and `shallow_copy` copy the module tree but not the
+tensors. This is as fast as replacing the parameters.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from metabridge.errors import InputError
 M = TypeVar("M", bound=nn.Module)
 Replacements = dict[int, Any]  # from the id of a replaced object to the new object
 
-# Objects of these types are not searched for parameters.
-CONSTANT_TYPES = frozenset({int, float, bool, str, bytes, type(None), set, torch.dtype, torch.device, torch.Size})
+# Objects of these types are not searched for parameters or other tensors.
+UNSEARCHED_TYPES = frozenset({int, float, bool, str, bytes, type(None), set, torch.dtype, torch.device, torch.Size})
 CONTAINER_TYPES = frozenset({dict, OrderedDict, list, tuple})
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 
@@ -31,11 +31,12 @@ def bind_params(module: M, params: Mapping[str, Tensor], *, copy_buffers: bool =
     """Return a copy of `module` with other parameters; the copy and `module` share all other tensors.
 
     A parameter is replaced under all its names and in all attributes that refer to it, directly or through
-    dictionaries, lists, tuples, closures, bound methods and partial functions.
+    dictionaries, lists, tuples, closures, bound methods and partial functions. Sets, attributes of other objects, and
+    subclasses of these types (except OrderedDict) are not searched.
 
     Args:
         module: The module, which is not changed.
-        params: The new parameters by name.
+        params: The new parameters by name. Names that are not in `module` are ignored.
         copy_buffers: Whether to copy the buffers, so that the copy can change them without changing `module`. Buffers
             that were created in inference mode are always copied.
 
@@ -57,7 +58,7 @@ def bind_params(module: M, params: Mapping[str, Tensor], *, copy_buffers: bool =
         for name, value in state.items():
             value_type = type(value)
             is_empty = value_type in CONTAINER_TYPES and not value
-            if not (value_type in CONSTANT_TYPES or is_empty or name in REGISTRIES):
+            if not (value_type in UNSEARCHED_TYPES or is_empty or name in REGISTRIES):
                 state[name] = _replace_inside(value, replacements)
         for name in REGISTRIES:  # new dictionaries, because a forward pass may write to them
             state[name] = {key: replacements.get(id(entry), entry) for key, entry in state[name].items()}
@@ -66,7 +67,19 @@ def bind_params(module: M, params: Mapping[str, Tensor], *, copy_buffers: bool =
 
 
 def shallow_copy(net: M) -> M:
-    """Return a copy of `net` that shares its tensors; hooks that are registered on the copy do not affect `net`."""
+    """Return a copy of `net` that shares its tensors.
+
+    Hooks that are registered on the copy do not affect `net`. Buffers that were created in inference mode are cloned.
+
+    Args:
+        net: The module, which is not changed.
+
+    Returns:
+        The copy.
+
+    Raises:
+        InputError: If `net` contains a TorchScript module.
+    """
     copy = bind_params(net, {})
     for module in copy.modules():
         hooks = {name: value.copy() for name, value in vars(module).items() if "_hooks" in name}
@@ -82,7 +95,7 @@ def _collect_replacements(
     replacements: Replacements,
     copies: list[tuple[nn.Module, nn.Module]],
 ) -> None:
-    """Add pairs of a module or layer and its still empty copy to `copies`, and all replacements to `replacements`."""
+    """Append (submodule, uninitialized copy) pairs to `copies`, and record all replacements in `replacements`."""
     if isinstance(module, torch.jit.ScriptModule):
         raise InputError(
             "the network contains a TorchScript module, whose parameters cannot be replaced. Use the Python module "
@@ -104,12 +117,12 @@ def _collect_replacements(
 
 def _replace_inside(value: Any, replacements: Replacements) -> Any:
     """Return the replacement of `value`, a copy of `value` if it refers to a replaced object, or else `value`."""
-    if type(value) in CONSTANT_TYPES:
+    if type(value) in UNSEARCHED_TYPES:
         return value
     if id(value) in replacements:
         return replacements[id(value)]
     contents = _contents(value)
-    if CONSTANT_TYPES.issuperset(map(type, contents)):
+    if UNSEARCHED_TYPES.issuperset(map(type, contents)):
         return value
     replacements[id(value)] = value  # in case it contains itself
     new_contents = [_replace_inside(content, replacements) for content in contents]
@@ -131,18 +144,27 @@ def _replace_inside(value: Any, replacements: Replacements) -> Any:
 
 
 def unregistered_tensors(module: nn.Module) -> list[Tensor]:
-    """Return the tensors in attributes of the module and its layers, except parameters and buffers.
+    """Return the tensors in attributes of the module and its submodules, except parameters and buffers.
+
+    Dictionaries, lists, tuples, closures, bound methods and partial functions are searched, but not sets, attributes of
+    other objects, or subclasses of these types (except OrderedDict).
+
+    Args:
+        module: The module.
+
+    Returns:
+        The tensors, each once.
 
     >>> layer = nn.Linear(2, 1)
     >>> layer.centers = [torch.zeros(2), layer.weight]
     >>> unregistered_tensors(layer)
     [tensor([0., 0.])]
     """
-    layers = list(module.modules())
-    registries = [registry for layer in layers for registry in (layer._parameters, layer._buffers)]
+    submodules = list(module.modules())
+    registries = [registry for submodule in submodules for registry in (submodule._parameters, submodule._buffers)]
     registered = [tensor for registry in registries for tensor in registry.values()]
-    seen = {id(value) for value in (*registered, *layers)}
-    remaining = [value for layer in layers for name, value in vars(layer).items() if name not in REGISTRIES]
+    seen = {id(value) for value in (*registered, *submodules)}
+    remaining = [value for submodule in submodules for name, value in vars(submodule).items() if name not in REGISTRIES]
     tensors = []
     while remaining:
         value = remaining.pop()
@@ -154,7 +176,11 @@ def unregistered_tensors(module: nn.Module) -> list[Tensor]:
 
 
 def _contents(value: Any) -> list[Any]:
-    """Return the objects to which a container (dictionary: its values), closure, method or partial refers, or []."""
+    """Return the objects that `value` contains or refers to.
+
+    These are the items of a list or tuple, the values of a dictionary, or the objects that a closure, bound method or
+    partial refers to; otherwise [].
+    """
     if type(value) in (dict, OrderedDict):
         return list(value.values())
     if type(value) in (list, tuple):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from metabridge.models import cell_triton_layers, fused_layers
 from metabridge.models.architecture import NODES, EdgeSets
 from metabridge.models.batch_norm import BatchNorm
-from metabridge.models.cells import Cell, Cells, Halving
+from metabridge.models.cells import Cell, Cells, FactorizedReduce
 from metabridge.models.drop_path import DropPath
 
 P = ParamSpec("P")
@@ -68,7 +68,7 @@ def _compute_nodes(cell: Cell, source_0: _Source, source_1: _Source, active: Edg
 
 def _add_term(total: Tensor | None, operator: nn.Module, source: _Source, drop: nn.Module | None = None) -> Tensor:
     """Add the output of an operator, after drop path, to the sum of a node and return the new sum."""
-    if isinstance(operator, Halving):
+    if isinstance(operator, FactorizedReduce):
         x, _ = cell_triton_layers.conv_1x1(source.apply(cell_triton_layers.relu_even_odd), operator.joint_weight())
         norm: Any = operator.norm
     else:
@@ -93,7 +93,7 @@ def _apply_layer(layer: nn.Module, source: _Source) -> Tensor:
         case nn.MaxPool2d():
             return source.apply(cell_triton_layers.max_pool, cast(int, layer.stride))
         case nn.AvgPool2d():
-            return source.apply(cell_triton_layers.mean_pool, cast(int, layer.stride))
+            return source.apply(cell_triton_layers.avg_pool, cast(int, layer.stride))
         case nn.Conv2d(kernel_size=(1, 1)):
             return source.apply(cell_triton_layers.conv_1x1, layer.weight)
         case nn.Conv2d() if _is_depthwise(layer):

@@ -42,6 +42,8 @@ class Network(nn.Module):
     >>> net = Network(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Linear(8, 5))
     >>> net(torch.randn(3, 4)).shape
     torch.Size([3, 5])
+    >>> net
+    Network(85 parameters, 5 outputs)
     """
 
     recipe: dict[str, object] | None = None  # name and options of the builder; None if no builder built it
@@ -54,6 +56,11 @@ class Network(nn.Module):
                 "Use Network.around(features, example, outputs, statistics=...), which replaces them in a copy."
             )
         self.features, self.head = features, head
+
+    def __repr__(self) -> str:
+        model = "" if self.recipe is None else f"{self.recipe['model']}, "
+        count = sum(value.numel() for value in self.parameters())
+        return f"{type(self).__name__}({model}{count:,} parameters, {self.head.out_features} outputs)"
 
     @classmethod
     def around(

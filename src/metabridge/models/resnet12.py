@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from metabridge.errors import InputError, check_count
 from metabridge.models.batch_norm import BatchNorm, Statistics
-from metabridge.models.drop_path import Drop
+from metabridge.models.drop_path import Drop, check_drop_rate
 from metabridge.models.network import Network, seeded, stores_build_arguments
 from metabridge.models.triton_support import can_fuse
 
@@ -59,6 +59,7 @@ def resnet12(
         raise InputError(f"size is {size}, but four poolings need at least 16×16 pixels. Use mlp for smaller images.")
     for width in widths:
         check_count("widths", width)
+    check_drop_rate("drop_rate", drop_rate)
     block_size = 5 if size >= 64 else 2
     blocks: list[nn.Module] = []
     with seeded(seed):

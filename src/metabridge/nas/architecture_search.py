@@ -18,9 +18,10 @@ from metabridge.environments.image_tasks import LabeledImages
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError, check_count
 from metabridge.files import FolderLock
+from metabridge.html_table import html_table
 from metabridge.models import ARCHITECTURE_SUFFIX
 from metabridge.models.architecture import OPERATORS, ActiveOperators, Architecture, random_architecture
-from metabridge.models.cells import mask, supernet
+from metabridge.models.cells import set_active_operators, supernet
 from metabridge.models.network import Network, with_group_norm
 from metabridge.models.size_limit import SizeLimit
 from metabridge.nas.linear_regions import PATCH_SIZE, LinearRegionCounter
@@ -62,6 +63,19 @@ class SearchResult(NamedTuple):
     seconds: float
     evaluated: int
     failed: int
+
+    def __repr__(self) -> str:
+        return f"SearchResult({self.evaluated:,} networks evaluated, {self.failed:,} failed, {self.seconds:.3g} s)"
+
+    def _repr_html_(self) -> str:
+        """Return a table of the result, for notebooks."""
+        rows = [
+            ("networks evaluated", f"{self.evaluated:,}"),
+            ("failed", f"{self.failed:,}"),
+            ("computing time", f"{self.seconds:.3g} s"),
+            ("architecture", str(self.architecture)),
+        ]
+        return html_table("SearchResult", ("quantity", "value"), rows)
 
 
 @dataclass(frozen=True)
@@ -196,8 +210,9 @@ def search(
         InputError: If a setting is out of range, the images are too small, or the folder cannot be used.
         TimeLimitError: If the time limit is reached. Repeat the call with the same `out` to continue the search.
 
-    >>> from metabridge.datasets import load
-    >>> print(search(load("glyphs"), kernel="random", progress=False).architecture)  # doctest: +ELLIPSIS
+    >>> import metabridge as mb
+    >>> glyphs = mb.datasets.load("glyphs")
+    >>> print(mb.search(glyphs, kernel="random", progress=False).architecture)  # doctest: +ELLIPSIS
     normal     0: ...
     """
     config = SearchConfig(
@@ -390,7 +405,7 @@ class ProxyEvaluator:
         def reference(removals: Sequence[Removal]) -> Iterator[tuple[Removal, ProxyScore]]:
             masked_net = copy.deepcopy(net)
             for removal in removals:
-                mask(masked_net, active.without(removal))
+                set_active_operators(masked_net, active.without(removal))
                 yield removal, proxy(masked_net, tasks)
 
         return reference

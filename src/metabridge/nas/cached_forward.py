@@ -98,8 +98,8 @@ class CachedForward(Generic[S]):
     """Runs a stack of cells layer by layer, and reuses the results in a `ForwardCache`.
 
     `make_runner` turns a sequence of modules into a function from their input to a `LayerResult`. The ReLU at the start
-    of an operator is a separate layer. Only `Halving` applies its own ReLU, to an input that is already rectified.
-    `wrap_operator` can replace the function that runs the layers of an operator after its first step.
+    of an operator is a separate layer. Only `FactorizedReduce` applies its own ReLU, to an input that is already
+    rectified. `wrap_operator` can replace the function that runs the layers of an operator after its first step.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ def _layers(module: nn.Module) -> list[nn.Module]:
 
 
 def _without_relu(module: nn.Module) -> list[nn.Module]:
-    """Return the layers of a module after its ReLU, or the whole module if it is a `Halving`."""
+    """Return the layers of a module after its ReLU, or the whole module if it is a `FactorizedReduce`."""
     return _layers(module)[1:] if isinstance(module, nn.Sequential) else [module]
 
 

@@ -1,14 +1,15 @@
-"""Exact NTK and NNGP matrices of the candidates of a search round, each of which is the supernet without one operator.
+"""Exact NTK and NNGP matrices for the candidates of a search round. A candidate is the supernet without one operator.
 
 - The NTK matrix is Θ = Σ_l J_l J_lᵀ over the layers l. A row of J_l is the gradient of the summed outputs for one image
   with respect to the parameters of the layer. Each layer adds its term when the backward pass reaches it, for all
   images at once, so the gradients of the whole network are never stored. The backward pass is written by hand with the
   fastest operations of each device.
-- K is the NNGP matrix.
+- The NNGP matrix K is the term of Θ that belongs to the head.
 - On a CPU, candidates are run one by one. The results of layers that do not depend on the removed operator are taken
   from one forward pass of the supernet.
-- On a GPU, several candidates are run in one pass. Each has its own copy of the images, in which the output of the
-  removed operator is masked. Images do not influence each other, and masked entries have no gradient.
+- On a GPU, several candidates are run in one pass. The batch contains one copy of the images per candidate, and the
+  output of a removed operator is set to zero for the copy of its candidate. This is exact, because the network
+  processes each image independently.
 """
 
 from __future__ import annotations
@@ -22,34 +23,37 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from metabridge.errors import InputError
+from metabridge.errors import InputError, check_count
 from metabridge.kernels.layer_calls import input_patches
 from metabridge.models.architecture import ActiveOperators, EdgeOperator
-from metabridge.models.cells import Cells, mask
+from metabridge.models.cells import check_active_operators
 from metabridge.models.network import Network
 from metabridge.nas.cached_forward import CachedForward, CellTrace, FirstStep, ForwardCache, ForwardTrace, LayerRunner
 from metabridge.nas.proxies import KernelMatrices
 
 CANDIDATES_PER_PASS = 8  # on a GPU
-GRADIENT_ENTRIES_PER_PRODUCT = 2**18  # length of the rows of one matrix product on a GPU: gradient entries per sample
-PRODUCT_PARTS = 64  # number of parts of the rows, since products of a few long rows do not use a GPU fully
+# on a GPU, number of gradient entries per sample that are multiplied in one matrix product
+GRADIENT_ENTRIES_PER_PRODUCT = 2**18
+# each product is split into this many shorter ones, because few long rows do not occupy the whole GPU
+PRODUCT_PARTS = 64
 
 
 class _GramSum:
     """The sum of J_l J_lᵀ over layers, separately for each group of samples: (groups, samples, samples).
 
     Gradients are collected until there are `entries_per_product` entries per sample, and then multiplied in one
-    product. `total` is the initial sum, which is changed in place.
+    product. If it is None, the gradients of each layer are multiplied immediately. `total` is the initial sum, which is
+    changed in place.
     """
 
-    def __init__(self, total: Tensor, entries_per_product: int) -> None:
+    def __init__(self, total: Tensor, entries_per_product: int | None) -> None:
         self._total, self._entries_per_product = total, entries_per_product
         self._pending: list[Tensor] = []
 
     def add(self, gradients: Tensor) -> None:
-        """Add the term of a layer with these gradients for every sample (groups · samples, ...)."""
+        """Add the term of a layer. `gradients` has shape (groups · samples, ...)."""
         rows = gradients.reshape(*self._total.shape[:2], -1)
-        if self._entries_per_product == 1:
+        if self._entries_per_product is None:
             self._total.baddbmm_(rows, rows.mT)
             return
         self._pending.append(rows)
@@ -70,7 +74,7 @@ class _GramSum:
         self._total += (parts @ parts.mT).sum(1)
 
 
-class _Differentiable(NamedTuple):
+class _OutputAndVjp(NamedTuple):
     """The output of some layers and their backward pass.
 
     `backward(grad, theta)` returns the gradient at the input for the gradient `grad` at the output, and adds the terms
@@ -81,23 +85,24 @@ class _Differentiable(NamedTuple):
     backward: Callable[[Tensor, _GramSum], Tensor]
 
 
-Layer = LayerRunner[_Differentiable]
+LayerFunction = LayerRunner[_OutputAndVjp]
 
 
 class CandidateKernels:
     """Computes the kernel matrices of the candidates of a search round, from gradients of the summed outputs.
 
-    On a CPU, several threads may call `matrices` of one object at the same time.
+    If `candidates_per_pass` is 1, several threads may call `matrices` of one object at the same time.
 
     Args:
-        net: Supernet with group norm.
+        net: Supernet with group norm. Its weights must not change afterwards.
         active: Operators of the supernet that are active.
         x: Images (images, channels, height, width).
         candidates_per_pass: Number of candidates that are run in one pass; by default 8 on a GPU and 1 on a CPU. It is
             halved whenever memory does not suffice.
 
     Raises:
-        InputError: If `net` is not a supernet with these operators, or has batch norm.
+        InputError: If `net` is not a supernet with these operators, or has batch norm, or if `candidates_per_pass` is
+            not a positive integer.
 
     >>> from metabridge.models.cells import supernet
     >>> active = ActiveOperators.full()
@@ -109,14 +114,16 @@ class CandidateKernels:
     def __init__(
         self, net: Network, active: ActiveOperators, x: Tensor, candidates_per_pass: int | None = None
     ) -> None:
-        mask(net, active)  # raises if net is not a supernet or has fewer operators
+        features = check_active_operators(net, active)
         if not all(isinstance(layer, nn.GroupNorm) for layer in net.modules() if "Norm" in type(layer).__name__):
             raise InputError("the supernet has batch norm, which mixes images. Build it with norm='group'.")
+        if candidates_per_pass is not None:
+            check_count("candidates_per_pass", candidates_per_pass)
         self.active, self._x, self._head = active, x.contiguous(), net.head
         self._candidates_per_pass = candidates_per_pass or (CANDIDATES_PER_PASS if x.is_cuda else 1)
         self._one_by_one = self._candidates_per_pass == 1
         self._masks: dict[EdgeOperator, Tensor] = {}
-        self._forward = CachedForward(cast(Cells, net.features), _make_runner, self._mask_output)
+        self._forward = CachedForward(features, _make_runner, self._mask_output)
         self._supernet_cache = ForwardCache()
         if self._one_by_one:
             with torch.no_grad():
@@ -160,13 +167,13 @@ class CandidateKernels:
         self._masks = dict(zip(operators, is_removed.repeat_interleave(len(self._x), -1)[..., None, None, None]))
         return self._backward(copies, self._forward(copies.flatten(0, 1), self.active, ForwardCache()))
 
-    def _backward(self, x: Tensor, trace: ForwardTrace[_Differentiable]) -> tuple[Tensor, Tensor]:
+    def _backward(self, x: Tensor, trace: ForwardTrace[_OutputAndVjp]) -> tuple[Tensor, Tensor]:
         """Return Θ and K of each copy of the images by a backward pass from the summed outputs."""
-        entries_per_product = 1 if self._one_by_one else GRADIENT_ENTRIES_PER_PRODUCT
+        entries_per_product = None if self._one_by_one else GRADIENT_ENTRIES_PER_PRODUCT
         theta = _GramSum(x.new_zeros(len(x), x.shape[1], x.shape[1]), entries_per_product)
         maps = trace.end.output
         grad = (self._head.weight.sum(0) / maps[0, 0].numel()).view(-1, 1, 1).expand_as(maps)
-        grads: dict[int, Tensor] = {}  # at the outputs of the cells, by their indices, and of the stem, by index -1
+        grads: dict[int, Tensor] = {}  # gradients at the cell outputs, by cell index; index -1 is the stem
         _accumulate(grads, len(trace.cells) - 1, trace.end.backward(grad, theta))
         for index in reversed(range(len(trace.cells))):
             source_grads = _cell_backward(trace.cells[index], grads.pop(index), theta)
@@ -177,17 +184,17 @@ class CandidateKernels:
         nngp = self._head.out_features * (features @ features.mT + (self._head.bias is not None))
         return theta.total() + nngp, nngp
 
-    def _mask_output(self, operator: EdgeOperator, layer: Layer) -> Layer:
-        """Return a layer that sets the output of an operator to zero in the copies without the operator."""
+    def _mask_output(self, operator: EdgeOperator, layer: LayerFunction) -> LayerFunction:
+        """Return a function that also sets the output of an operator to zero in the copies without the operator."""
         if self._one_by_one:
             return layer
 
-        def run(x: Tensor) -> _Differentiable:
+        def run(x: Tensor) -> _OutputAndVjp:
             y, backward = layer(x)
             is_removed = self._masks.get(operator)
             if is_removed is None:
-                return _Differentiable(y, backward)
-            return _Differentiable(
+                return _OutputAndVjp(y, backward)
+            return _OutputAndVjp(
                 y.masked_fill(is_removed, 0), lambda grad, theta: backward(grad.masked_fill(is_removed, 0), theta)
             )
 
@@ -195,16 +202,19 @@ class CandidateKernels:
 
 
 def _accumulate(grads: dict[Any, Tensor], key: object, grad: Tensor) -> None:
-    """Add a gradient to the stored gradient of the key in place, or store it. Nothing else may use stored gradients."""
+    """Add `grad` to `grads[key]`, or store it there.
+
+    Stored tensors are modified in place, so they must not be used elsewhere.
+    """
     if key in grads:
         grads[key].add_(grad)
     else:
         grads[key] = grad
 
 
-def _cell_backward(trace: CellTrace[_Differentiable], grad: Tensor, theta: _GramSum) -> list[Tensor]:
+def _cell_backward(trace: CellTrace[_OutputAndVjp], grad: Tensor, theta: _GramSum) -> list[Tensor]:
     """Return the gradients at the two inputs of a cell, which are its sources 0 and 1."""
-    first_grads: dict[FirstStep[_Differentiable], Tensor] = {}
+    first_grads: dict[FirstStep[_OutputAndVjp], Tensor] = {}
     input_grads = []
     node_grads = grad.chunk(len(trace.operators), 1)
     for source in reversed(range(2 + len(node_grads))):
@@ -225,14 +235,14 @@ def _cell_backward(trace: CellTrace[_Differentiable], grad: Tensor, theta: _Gram
     return input_grads[::-1]
 
 
-def _make_runner(modules: Sequence[nn.Module]) -> Layer:
+def _make_runner(modules: Sequence[nn.Module]) -> LayerFunction:
     return _chain([_layer(module) for module in modules])
 
 
-def _chain(layers: Sequence[Layer]) -> Layer:
-    """Return the composition of layers."""
+def _chain(layers: Sequence[LayerFunction]) -> LayerFunction:
+    """Return the composition of layer functions."""
 
-    def run(x: Tensor) -> _Differentiable:
+    def run(x: Tensor) -> _OutputAndVjp:
         backwards = []
         for layer in layers:
             x, backward = layer(x)
@@ -243,13 +253,13 @@ def _chain(layers: Sequence[Layer]) -> Layer:
                 grad = backward(grad, theta)
             return grad
 
-        return _Differentiable(x, backward_through_all)
+        return _OutputAndVjp(x, backward_through_all)
 
     return run
 
 
-def _layer(module: Any) -> Layer:
-    """Return the differentiable version of a module of a supernet."""
+def _layer(module: Any) -> LayerFunction:
+    """Return a function that runs `module` and returns its output with its backward pass."""
     if isinstance(module, nn.Conv2d):
         return _convolution(module)
     if isinstance(module, nn.GroupNorm):
@@ -257,24 +267,24 @@ def _layer(module: Any) -> Layer:
     if isinstance(module, nn.MaxPool2d):
         return functools.partial(_max_pool, cast(int, module.stride))
     if isinstance(module, nn.AvgPool2d):
-        return functools.partial(_average_pool, cast(int, module.stride))
+        return functools.partial(_avg_pool, cast(int, module.stride))
     if isinstance(module, nn.ReLU):
         return _relu
     if isinstance(module, nn.Identity):
         return _identity
-    return _halving(module)
+    return _factorized_reduce(module)
 
 
-def _identity(x: Tensor) -> _Differentiable:
-    return _Differentiable(x, lambda grad, theta: grad.clone())
+def _identity(x: Tensor) -> _OutputAndVjp:
+    return _OutputAndVjp(x, lambda grad, theta: grad.clone())
 
 
-def _relu(x: Tensor) -> _Differentiable:
+def _relu(x: Tensor) -> _OutputAndVjp:
     y = x.relu()
-    return _Differentiable(y, lambda grad, theta: torch.ops.aten.threshold_backward(grad, y, 0))
+    return _OutputAndVjp(y, lambda grad, theta: torch.ops.aten.threshold_backward(grad, y, 0))
 
 
-def _max_pool(stride: int, x: Tensor) -> _Differentiable:
+def _max_pool(stride: int, x: Tensor) -> _OutputAndVjp:
     # On a CPU, PyTorch's pooling is several times faster in channels-last format; its norms and convolutions are not.
     memory_format = torch.contiguous_format if x.is_cuda else torch.channels_last
     options = [3, 3], [stride, stride], [1, 1], [1, 1], False  # kernel size, stride, padding, dilation, ceil mode
@@ -286,11 +296,14 @@ def _max_pool(stride: int, x: Tensor) -> _Differentiable:
         input_grad: Tensor = torch.ops.aten.max_pool2d_with_indices_backward(grad, x, *options, indices)
         return input_grad.contiguous()
 
-    return _Differentiable(y.contiguous(), backward)
+    return _OutputAndVjp(y.contiguous(), backward)
 
 
-def _average_pool(stride: int, x: Tensor) -> _Differentiable:
-    """Compute average pooling as a convolution, which is faster, divided by the number of pixels inside the image."""
+def _avg_pool(stride: int, x: Tensor) -> _OutputAndVjp:
+    """Compute average pooling as a convolution with ones, divided by the number of window pixels inside the image.
+
+    This is faster than `avg_pool2d`.
+    """
     channels, geometry = x.shape[1], ((stride, stride), (1, 1), (1, 1))
     box = x.new_ones(channels, 1, 3, 3)
     pixel_counts = _convolve(x.new_ones(1, 1, *x.shape[2:]), box[:1], geometry, 1)
@@ -298,18 +311,21 @@ def _average_pool(stride: int, x: Tensor) -> _Differentiable:
     def backward(grad: Tensor, theta: _GramSum) -> Tensor:
         return _convolution_backward(grad / pixel_counts, x, box, geometry, channels, (True, False, False))[0]
 
-    return _Differentiable(_convolve(x, box, geometry, channels) / pixel_counts, backward)
+    return _OutputAndVjp(_convolve(x, box, geometry, channels) / pixel_counts, backward)
 
 
-def _halving(module: Any) -> Layer:
-    """Return the differentiable version of a `Halving` whose input is already rectified."""
+def _factorized_reduce(module: Any) -> LayerFunction:
+    """Return a function that runs `module` and returns its output with its backward pass.
+
+    The module is a `FactorizedReduce`. Its ReLU is skipped, because its input is already rectified.
+    """
     halves = [
         _chain([functools.partial(_every_second_pixel, start), functools.partial(_pointwise_convolution, layer)])
         for start, layer in enumerate((module.even, module.odd))
     ]
     norm = _group_norm(module.norm)
 
-    def run(x: Tensor) -> _Differentiable:
+    def run(x: Tensor) -> _OutputAndVjp:
         (even, even_backward), (odd, odd_backward) = (half(x) for half in halves)
         y, norm_backward = norm(torch.cat([even, odd], 1))
 
@@ -317,13 +333,16 @@ def _halving(module: Any) -> Layer:
             grads = norm_backward(grad, theta).split([even.shape[1], odd.shape[1]], 1)
             return even_backward(grads[0], theta) + odd_backward(grads[1], theta)
 
-        return _Differentiable(y, backward)
+        return _OutputAndVjp(y, backward)
 
     return run
 
 
-def _every_second_pixel(start: int, x: Tensor) -> _Differentiable:
-    """Return the pixels in rows and columns `start`, `start` + 2, …, where an odd side is padded if `start` is 1."""
+def _every_second_pixel(start: int, x: Tensor) -> _OutputAndVjp:
+    """Return the pixels in rows and columns `start`, `start` + 2, …
+
+    If `start` is 1, an odd height or width is padded by 1.
+    """
     height, width = x.shape[-2:]
     padded = F.pad(x, (0, width % 2, 0, height % 2)) if start else x
 
@@ -333,10 +352,10 @@ def _every_second_pixel(start: int, x: Tensor) -> _Differentiable:
         selected.copy_(grad[..., : selected.shape[-2], : selected.shape[-1]])
         return input_grad
 
-    return _Differentiable(padded[..., start::2, start::2].contiguous(), backward)
+    return _OutputAndVjp(padded[..., start::2, start::2].contiguous(), backward)
 
 
-def _convolution(layer: nn.Conv2d) -> Layer:
+def _convolution(layer: nn.Conv2d) -> LayerFunction:
     if layer.kernel_size == (1, 1):
         return functools.partial(_pointwise_convolution, layer)
     if layer.stride == layer.dilation == (2, 2):  # reads only the pixels in even rows and columns
@@ -346,7 +365,7 @@ def _convolution(layer: nn.Conv2d) -> Layer:
     return _spatial_convolution(layer)
 
 
-def _pointwise_convolution(layer: nn.Conv2d, x: Tensor) -> _Differentiable:
+def _pointwise_convolution(layer: nn.Conv2d, x: Tensor) -> _OutputAndVjp:
     """Apply a 1×1 convolution to every pixel."""
     weight, pixels = layer.weight.flatten(1).expand(len(x), -1, -1), x.flatten(2)
 
@@ -355,11 +374,14 @@ def _pointwise_convolution(layer: nn.Conv2d, x: Tensor) -> _Differentiable:
         theta.add(grad @ pixels.mT)
         return torch.bmm(weight.mT, grad).view_as(x)
 
-    return _Differentiable(torch.bmm(weight, pixels).unflatten(2, x.shape[2:]), backward)
+    return _OutputAndVjp(torch.bmm(weight, pixels).unflatten(2, x.shape[2:]), backward)
 
 
-def _spatial_convolution(layer: nn.Conv2d) -> Layer:
-    """Return a convolution with an odd kernel size, either dense or depthwise."""
+def _spatial_convolution(layer: nn.Conv2d) -> LayerFunction:
+    """Return the layer function of a convolution.
+
+    The kernel size must be odd, and the convolution dense or depthwise.
+    """
     geometry = layer.stride, layer.padding, layer.dilation
     weight, groups = layer.weight, layer.groups
     flipped_weight = (weight if groups > 1 else weight.transpose(0, 1)).flip(2, 3).contiguous().detach()
@@ -375,7 +397,7 @@ def _spatial_convolution(layer: nn.Conv2d) -> Layer:
         weights = weight.new_empty(len(x) * len(weight), *weight.shape[1:])  # one weight per sample
         return _convolution_backward(flat_grad, flat_x, weights, geometry, len(x) * groups, (False, True, False))[1]
 
-    def run(x: Tensor) -> _Differentiable:
+    def run(x: Tensor) -> _OutputAndVjp:
         def backward(grad: Tensor, theta: _GramSum) -> Tensor:
             grad = grad.contiguous()
             theta.add(weight_gradients(grad, x))
@@ -383,7 +405,7 @@ def _spatial_convolution(layer: nn.Conv2d) -> Layer:
                 return _convolve(grad, flipped_weight, geometry, groups)
             return _convolution_backward(grad, x, weight, geometry, groups, (True, False, False))[0]
 
-        return _Differentiable(_convolve(x, weight, geometry, groups), backward)
+        return _OutputAndVjp(_convolve(x, weight, geometry, groups), backward)
 
     return run
 
@@ -407,8 +429,8 @@ def _convolution_backward(
     )
 
 
-def _group_norm(layer: nn.GroupNorm) -> Layer:
-    """Return a group norm that computes parameter gradients per sample.
+def _group_norm(layer: nn.GroupNorm) -> LayerFunction:
+    """Return the layer function of a group norm that computes parameter gradients per sample.
 
     The channels of all samples are treated as the channels of one sample.
     """
@@ -417,7 +439,7 @@ def _group_norm(layer: nn.GroupNorm) -> Layer:
     def repeated_parameters(samples: int) -> tuple[Tensor, Tensor]:
         return layer.weight.repeat(samples), layer.bias.repeat(samples)
 
-    def run(x: Tensor) -> _Differentiable:
+    def run(x: Tensor) -> _OutputAndVjp:
         weight, bias = repeated_parameters(len(x))
         shape = 1, len(weight), x.shape[2:].numel(), len(x) * layer.num_groups  # samples, channels, pixels, groups
         y, *moments = torch.ops.aten.native_group_norm(x, weight, bias, *shape, layer.eps)
@@ -430,6 +452,6 @@ def _group_norm(layer: nn.GroupNorm) -> Layer:
                 theta.add(parameter_grad)
             return input_grad.view_as(x)  # type: ignore[no-any-return]
 
-        return _Differentiable(y.view_as(x), backward)
+        return _OutputAndVjp(y.view_as(x), backward)
 
     return run

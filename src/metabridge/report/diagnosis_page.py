@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from metabridge.diagnosis import Diagnosis
+from metabridge.diagnosis.advice import NO_META_TRAINING
 from metabridge.files import make_folder, write_atomically
 from metabridge.report.figures import COLORS, LIGHT, MARKERS, Theme, plain_numbers
 from metabridge.report.html_pages import Picture, render
@@ -90,14 +91,16 @@ def gains(diagnosis: Diagnosis, theme: Theme = LIGHT) -> Figure:
         for name, (color, marker) in styles.items():
             low, value, high = (0, 0, 0) if name in WITHOUT_ADAPTATION else (gain.low, gain.value, gain.high)
             margins = [[100 * (value - low)], [100 * (high - value)]]
-            label = f"{name.upper()}{' (plain pre-training)' if name in WITHOUT_ADAPTATION else ''}"
+            label = f"{name.upper()}{' (pre-training)' if name in WITHOUT_ADAPTATION else ''}"
             formula_axes.errorbar(
                 drawn_costs[name], 100 * value, margins, fmt=marker, color=color, capsize=3, label=label
             )
         bottom, top = formula_axes.get_ylim()
-        formula_axes.set(ylim=(min(bottom, -5), max(top, 5)), ylabel="loss saved compared with plain pre-training, %")
+        formula_axes.set(
+            ylim=(min(bottom, -5), max(top, 5)), ylabel="reduction of the loss compared with pre-training, %"
+        )
         for axes in kernel_axes:
-            baseline = predictions["support alone"]
+            baseline = predictions[NO_META_TRAINING]
             low, high = baseline.mean - baseline.ci95, baseline.mean + baseline.ci95
             axes.axhspan(low, high, color=theme.grid, label="regression on the support set only")
             for name, (color, marker) in styles.items():

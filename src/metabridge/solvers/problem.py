@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from metabridge.autodiff import grad
+from metabridge.errors import describe
 from metabridge.models.network import Params
 
 Loss = Callable[[Tensor, Tensor], Tensor]
@@ -27,7 +28,8 @@ def task_loss(prediction: Tensor, target: Tensor) -> Tensor:
         The loss, a scalar tensor.
 
     >>> import torch
-    >>> task_loss(torch.zeros(2, 1), torch.tensor([[1.0], [3.0]]))
+    >>> import metabridge as mb
+    >>> mb.task_loss(torch.zeros(2, 1), torch.tensor([[1.0], [3.0]]))
     tensor(2.5000)
     """
     if target.is_floating_point():
@@ -35,7 +37,7 @@ def task_loss(prediction: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(prediction, target)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Problem:
     """The inner problem of one task: fit `apply(params, x)` to `y` under `loss`.
 
@@ -55,6 +57,9 @@ class Problem:
     loss: Loss
     x: Tensor
     y: Tensor
+
+    def __repr__(self) -> str:
+        return f"Problem(x: {describe(self.x)}, y: {describe(self.y)})"
 
     def support_loss(self, params: Params) -> Tensor:
         """Return the support loss ℓ(params).

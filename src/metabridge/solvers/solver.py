@@ -34,7 +34,7 @@ class Solver(Registered, ABC, root=True):
     of one task; engines apply it to many tasks by a loop, threads or `vmap`.
 
     Attributes:
-        outer_rules: The names in `OUTER_RULES` of the outer gradients that the solver admits.
+        outer_rules: The names in `OUTER_RULES` of the outer gradients that the solver supports.
         solves_exactly: Whether it computes the optimal linear head without an initial head or a step size.
         needs_labels: Whether targets must be class labels.
         rates: Whether step sizes are "fixed", or meta-learned "per-tensor" or "per-element".
@@ -60,9 +60,9 @@ class Solver(Registered, ABC, root=True):
     def implicit_system(self) -> ProximalSystem | None:
         """The linear system of the outer gradient "implicit", or None if differentiating `solve` solves it already.
 
-        A solver that admits "implicit" must define it.
+        A solver that supports "implicit" must define it.
         """
-        raise NotImplementedError(f"{type(self).__name__} must define implicit_system to admit 'implicit'.")
+        raise NotImplementedError(f"{type(self).__name__} must define implicit_system to support 'implicit'.")
 
     def solver_params(self, adapted: Params) -> Params:
         """Return the initial values of the parameters that the outer loop learns for this solver.

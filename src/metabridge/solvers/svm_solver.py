@@ -1,4 +1,4 @@
-"""The multi-class support vector machine of Crammer and Singer on the support features."""
+"""The multi-class support vector machine of Crammer and Singer (2001) on the support features."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from metabridge.models.network import Params
 from metabridge.solvers.problem import Problem
 from metabridge.solvers.solver import Solver
 
-# Proximal term added to the diagonal of the matrix Q of the quadratic program, relative to its largest diagonal entry,
-# so that the Cholesky factorization of a singular Q succeeds. It is larger than in `solve_qp`, since no later iteration
-# corrects errors of a derivative.
+# Added to the diagonal of Q, as a fraction of its largest entry, so that the Cholesky factorization of a singular Q
+# succeeds. It is larger than in `solve_qp`, because no later iteration corrects errors of a derivative.
 _DERIVATIVE_PROXIMAL = 1e-10
 
 
 @dataclass(frozen=True)
 class SVMSolver(Solver):
-    """The multi-class SVM of Crammer and Singer, a quadratic program, as in MetaOptNet (Wang et al. 2021, table 2).
+    """The multi-class SVM of Crammer and Singer (2001), as in MetaOptNet (Lee et al. 2019).
 
-    The program is solved to optimality, and the outer gradient differentiates the optimality conditions of its dual.
-    The logarithm of `scale` is meta-learned, as the parameter `solver.log_scale`.
+    The SVM is a quadratic program. It is solved to optimality, and the outer gradient differentiates the optimality
+    conditions of its dual. The default settings are those of Wang et al. (2021, table 2). The logarithm of `scale` is
+    meta-learned, as the parameter `solver.log_scale`.
 
     Args:
         C: The weight of the hinge losses.
@@ -64,14 +64,14 @@ class SVMSolver(Solver):
         return {"solver.log_scale": torch.full_like(adapted["head.weight"].sum(), math.log(self.scale))}
 
     def solve(self, problem: Problem, start: Params, solver_params: Params, *, exact: bool) -> Params:
-        """Return the head with the weight of the SVM, multiplied by the learned scale; see `Solver.solve`."""
+        """Return the SVM's weight, multiplied by the learned scale, as the head; see `Solver.solve`."""
         problem = problem if exact else problem.detached()
         weight = crammer_singer(problem.x, problem.y, start["head.weight"].shape[0], self.C)
         return {"head.weight": solver_params["solver.log_scale"].exp() * weight}
 
 
 def crammer_singer(features: Tensor, labels: Tensor, outputs: int, C: float) -> Tensor:
-    """Return the weight (..., outputs, d) of the multi-class support vector machine (Crammer and Singer 2001).
+    """Return the weight of the multi-class support vector machine (Crammer and Singer 2001).
 
     It minimizes ½ Σ_k ‖w_k‖² + C Σ_n max_k(w_kᵀφ_n + 1[k ≠ y_n] − w_{y_n}ᵀφ_n), without bias, by its dual:
     min ½ Σ_k ‖Σ_n α_nk φ_n‖² − Σ_n α_{n,y_n} with α_nk ≤ C·1[k = y_n] and Σ_k α_nk = 0; w_k = Σ_n α_nk φ_n.
@@ -85,6 +85,9 @@ def crammer_singer(features: Tensor, labels: Tensor, outputs: int, C: float) -> 
         labels: The class labels y, (..., n).
         outputs: The number of outputs, one for each class.
         C: The weight of the hinge losses.
+
+    Returns:
+        The weight, (..., outputs, d), in the dtype of `features`.
 
     >>> import torch
     >>> crammer_singer(torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([0, 1]), outputs=2, C=0.1)

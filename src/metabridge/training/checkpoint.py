@@ -55,23 +55,17 @@ class RunFolder:
         settings = self.settings() if (self.path / "settings.json").exists() else None
         present = [name for name in FILES if (self.path / name).exists()]
         if settings is None and present:
-            raise InputError(f"{self.path} contains {present[0]}, but no settings.json of a run. Name another folder.")
+            raise InputError(f"{self.path} contains {present[0]}, but no settings.json of a run. Use another folder.")
         return settings if "state.safetensors" in present else None  # without a state, there is nothing to continue
 
-    def check_settings(self, settings: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Raise an `InputError` if the folder contains a run with other settings, except the number of iterations.
-
-        Returns:
-            The settings of the run in the folder; None if there is no run that can be continued.
-        """
-        stored, settings = self.resumable_settings(), json_round_trip(settings)
-        difference = None if stored is None else _difference(_without_iterations(stored), _without_iterations(settings))
+    def check_same_settings(self, stored: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        """Raise an `InputError` if the run's stored settings differ from `settings` in more than the iterations."""
+        difference = _difference(_without_iterations(stored), _without_iterations(json_round_trip(settings)))
         if difference:
             raise InputError(
                 f"{self.path} contains a run with other settings ({difference}). "
-                "Name another folder, or use the same settings to continue that run."
+                "Use another folder, or use the same settings to continue that run."
             )
-        return stored
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
         """Write settings.json."""
@@ -81,22 +75,22 @@ class RunFolder:
         """Return the settings of the run, converted to the format of this version."""
         file = self.path / "settings.json"
         if not self.path.is_dir():
-            raise InputError(f"there is no run at {self.path}. Name the folder that training wrote (--out).")
+            raise InputError(
+                f"there is no run at {self.path}. Pass the folder that fit(out=...) or metabridge train --out wrote."
+            )
         try:
             content = read_regular_file(file)
         except OSError as error:
             raise InputError(
                 f"{self.path} is not a run: {file.name} cannot be read ({error.strerror}). "
-                "Name the folder that training wrote (--out)."
+                "Pass the folder that fit(out=...) or metabridge train --out wrote."
             ) from error
         try:
             settings = json.loads(content)
         except PARSING_ERRORS as error:
             raise InputError(f"{file} is damaged: it is not JSON ({error}).") from error
         if not isinstance(settings, dict) or "version" not in settings:
-            raise InputError(
-                f"{self.path} is not a run: metabridge did not write its {file.name}. Name another folder."
-            )
+            raise InputError(f"{self.path} is not a run: metabridge did not write its {file.name}. Use another folder.")
         if settings["version"] not in (1, VERSION):
             raise InputError(
                 f"{self.path} was written in format {settings['version']}, but this version of metabridge reads format "
@@ -132,7 +126,7 @@ class RunFolder:
             return None
         except OSError as error:
             raise InputError(
-                f"{file} cannot be read ({error.strerror}). Check its permissions, or name another folder."
+                f"{file} cannot be read ({error.strerror}). Check its permissions, or use another folder."
             ) from error
         try:
             header, values = _split_header(content)
@@ -184,7 +178,7 @@ def fingerprint(settings: Mapping[str, Any]) -> int:
 
 def damaged(file: Path, reason: object) -> InputError:
     """Return the error for a file of a run that cannot be used."""
-    return InputError(f"{file} is damaged: {reason}. Restore it from a copy, or name another folder.")
+    return InputError(f"{file} is damaged: {reason}. Restore it from a copy, or use another folder.")
 
 
 def write_method(method: Method) -> dict[str, object]:
@@ -257,12 +251,12 @@ def check_match(expected: Mapping[str, Tensor], stored: Params, folder: Path) ->
             shape = "no such tensor" if tensor is None else f"{tuple(tensor.shape)}"
             raise InputError(
                 f"the network has {name!r} of shape {tuple(value.shape)}, but the run in {folder} has {shape}. "
-                "Pass the network that was trained, or name another folder."
+                "Pass the network that was trained, or use another folder."
             )
         if tensor.dtype != value.dtype:
             raise InputError(
                 f"the network has {name!r} in {value.dtype}, but the run in {folder} has it in {tensor.dtype}. "
-                "Pass the network that was trained, or name another folder."
+                "Pass the network that was trained, or use another folder."
             )
 
 

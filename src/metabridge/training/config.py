@@ -218,13 +218,13 @@ class SoftTargets:
 
     smoothing: float = option(
         0.0,
-        help="Label smoothing factor, as in `torch.nn.CrossEntropyLoss` (Szegedy et al. 2016; only mtl, rfs).",
+        help="Label smoothing factor, as in `CrossEntropyLoss` (Szegedy et al. 2016; only mtl, rfs).",
         check=_check_fraction,
     )
     mixup: float = option(
         0.0,
-        help="Mixup: train on weighted averages of two images and of their targets, with weights from Beta(A, A) for "
-        "this value of A (Zhang et al. 2018; only mtl, rfs). 0: no mixup.",
+        help="Mixup: parameter α of the Beta(α, α) distribution from which the mixing weights are drawn (Zhang et al. "
+        "2018; only mtl and rfs). 0: no mixup.",
         check=check_not_negative,
     )
     distillation: float = option(
@@ -250,7 +250,8 @@ class TrainingConfig:
     Raises:
         InputError: If an option has a value that training cannot use.
 
-    >>> TrainingConfig(iterations=2000, lr=0.01).validation_interval
+    >>> import metabridge as mb
+    >>> mb.TrainingConfig(iterations=2000, lr=0.01).validation_interval
     200
     """
 
@@ -269,13 +270,13 @@ class TrainingConfig:
     )
     patience: int | None = option(
         None,
-        help="Early stopping: number of consecutive validations without a new best score that do not yet stop "
-        "training. Default: no early stopping.",
+        help="Early stopping: stop after more than this many consecutive validations without a new best score. "
+        "Default: no early stopping.",
         check=IntegerRange(0, optional=True),
     )
     validate_every: int | None = option(
         None,
-        help="Number of steps between validations. Default: iterations / 10.",
+        help="Number of steps between validations. Default: `iterations` / 10.",
         check=IntegerRange(1, optional=True),
     )
     validate_tasks: int = option(
@@ -350,8 +351,8 @@ class ImageTrainingConfig(TrainingConfig):
     ways: int = option(5, help="Number of classes per task.", check=IntegerRange(2))
     training_ways: int | None = option(
         None,
-        help="Number of classes per training task, for methods whose head covers all training classes, such as mtl. "
-        "Default: the value of ways.",
+        help="Number of classes per training task, if different from validation. More than `ways` needs a method whose "
+        "head covers all training classes, such as mtl; rfs ignores it. Default: `ways`.",
         check=IntegerRange(2, optional=True),
     )
     shots: int = option(1, help="Number of support images per class in training tasks.", check=IntegerRange(1))

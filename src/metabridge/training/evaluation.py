@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from metabridge.environments.environment import Environment
+from metabridge.environments.environment import Environment, check_environment
 from metabridge.environments.image_tasks import ImageTasks, TaskIndices, copy_to_device
 from metabridge.episodes import Episodes
-from metabridge.errors import InputError
+from metabridge.errors import InputError, type_with_article
+from metabridge.html_table import html_table
 from metabridge.intervals import half_width
 from metabridge.learners.adapt import adapts_head_only, predict, predict_from_features
-from metabridge.learners.method import Method
+from metabridge.learners.method import Method, method_name
 from metabridge.learners.parameters import check_channels, check_test_time, network_name
 from metabridge.models.batch_norm import running_batch_norms, uses_batch_statistics
 from metabridge.models.functional_call import shallow_copy
@@ -40,11 +41,10 @@ class Model:
         params: All trained parameters: the network's and the method's, such as learned step sizes.
         dtype: Data type in which features are computed. None for the dtype of the parameters.
 
-    >>> from metabridge.learners import method, parameters
-    >>> from metabridge.models import mlp
-    >>> maml, net = method("maml"), mlp(1, 1)
-    >>> Model(maml, net, parameters(maml, net))
-    Model(mlp)
+    >>> import metabridge as mb
+    >>> maml, net = mb.method("maml"), mb.models.mlp(1, 1)
+    >>> mb.Model(maml, net, mb.parameters(maml, net))
+    Model(maml, mlp)
     """
 
     method: Method
@@ -90,7 +90,7 @@ class Model:
         return shallow_copy(self.net).eval() if any(layer.training for layer in self.net.modules()) else self.net
 
     def __repr__(self) -> str:
-        return f"Model({self.model_name})"
+        return f"Model({method_name(self.method)}, {self.model_name})"
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +105,9 @@ class Score:
         metric: "accuracy" or "squared error".
         diverged: Number of tasks on which adaptation diverged.
 
-    >>> score = Score.of(torch.tensor([0.6, 0.8, 0.7]))
+    >>> import torch
+    >>> import metabridge as mb
+    >>> score = mb.Score.of(torch.tensor([0.6, 0.8, 0.7]))
     >>> score.tasks, round(score.mean, 2), str(score)
     (3, 0.7, '70.0 ± 24.8 %')
     """
@@ -189,6 +191,10 @@ class Score:
 
     def __repr__(self) -> str:
         return f"Score(mean={self.mean:.3f}, ci95={self.ci95:.3f}, tasks={self.tasks})"
+
+    def _repr_html_(self) -> str:
+        """Return a table of the score, for notebooks."""
+        return html_table("Score", (self.metric, "tasks"), [(str(self), f"{self.tasks:,}")])
 
 
 class Predictor(Protocol):
@@ -315,11 +321,10 @@ def evaluate(
         InputError: If there are fewer than 2 tasks, the weights are not finite, or the model cannot be evaluated on
             these tasks.
 
-    >>> from metabridge.environments import Sinusoid
-    >>> from metabridge.learners import method, parameters
-    >>> from metabridge.models import mlp
-    >>> maml, net = method("maml"), mlp(1, 1)
-    >>> evaluate(Model(maml, net, parameters(maml, net)), Sinusoid(), tasks=20).tasks
+    >>> import metabridge as mb
+    >>> maml, net = mb.method("maml"), mb.models.mlp(1, 1)
+    >>> model = mb.Model(maml, net, mb.parameters(maml, net))
+    >>> mb.evaluate(model, mb.environments.Sinusoid(), tasks=20).tasks
     20
     """
     scorer = Scorer()
@@ -379,6 +384,9 @@ def predictions(
     """
     if tasks < 2:
         raise InputError(f"tasks is {tasks}, but an interval needs at least 2. Use tasks=2 or more.")
+    if not (hasattr(model, "predict") and hasattr(model, "device")):
+        raise InputError(f"model is {type_with_article(model)}, but must be a Model. Pass the run that fit returns.")
+    check_environment("environment", environment)
     generator = torch.Generator().manual_seed(seed)
     if isinstance(model, Model):
         check_finite(model.params, dict(model.net.named_buffers()))

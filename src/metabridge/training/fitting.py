@@ -25,6 +25,8 @@ from metabridge.learners.engine import Mode
 from metabridge.learners.method import Method
 from metabridge.models.network import Network
 from metabridge.progress import progress_bar
+from metabridge.schedules import SCHEDULES, Schedule
+from metabridge.schedules import schedule as create_schedule
 from metabridge.training.checkpoint import (
     RunFolder,
     check_match,
@@ -38,6 +40,7 @@ from metabridge.training.checkpoint import (
 from metabridge.training.config import (
     TrainingConfig,
     arguments_text,
+    inherited_option,
     option,
     options_of,
     training_options,
@@ -53,6 +56,11 @@ Options = ParamSpec("Options")
 class FitArguments(TrainingConfig):
     """The keyword arguments of `fit`: all training options, and where and how long to train."""
 
+    schedule: Schedule | str = inherited_option(  # type: ignore[assignment]  # wider than in the base
+        TrainingConfig,
+        "schedule",
+        help=f"Learning rate schedule, from `metabridge.schedules` or by name: {alternatives(SCHEDULES)}.",
+    )
     validate: Environment | None = option(
         None, help="Source of validation tasks. The run has the weights with the best validation score. Default: none."
     )
@@ -72,6 +80,11 @@ class FitArguments(TrainingConfig):
     )
     progress: bool = option(True, help="Whether to show a progress bar on standard error.")
     name: str = option("training", help="Label of the progress bar.")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.schedule, str):
+            object.__setattr__(self, "schedule", create_schedule(self.schedule))
+        super().__post_init__()
 
 
 def _accepts(
@@ -125,10 +138,9 @@ def fit(net: Network, method: Method, environment: Environment, **arguments: Any
         InputError: If an option cannot be used, the method does not fit the network or the tasks, the loss becomes
             NaN or infinite, or `out` contains a run with other settings.
 
-    >>> from metabridge.environments import Sinusoid
-    >>> from metabridge.learners import method
-    >>> from metabridge.models import mlp
-    >>> run = fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=3, progress=False)
+    >>> import metabridge as mb
+    >>> sinusoids = mb.environments.Sinusoid()
+    >>> run = mb.fit(mb.models.mlp(1, 1), mb.method("maml"), sinusoids, iterations=3, progress=False)
     >>> [point.iteration for point in run.curve]
     [1, 2, 3]
     """
@@ -137,7 +149,7 @@ def fit(net: Network, method: Method, environment: Environment, **arguments: Any
         raise TypeError(f"fit() got an unexpected keyword argument {min(unknown)!r}")
     args = FitArguments(**arguments)
     base = args if args.config is None else args.config
-    changes = {name: arguments[name] for name in options_of(TrainingConfig) if name in arguments}
+    changes = {name: getattr(args, name) for name in options_of(TrainingConfig) if name in arguments}
     trainer = Trainer(
         net,
         method,
@@ -168,12 +180,12 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network
             match the weights, or a file is damaged.
 
     >>> from tempfile import TemporaryDirectory
-    >>> from metabridge.environments import Sinusoid
-    >>> from metabridge.learners import method
-    >>> from metabridge.models import mlp
-    >>> with TemporaryDirectory() as out:
-    ...     run = fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=3, out=out, progress=False)
-    ...     torch.equal(load(out).params["head.weight"], run.params["head.weight"])
+    >>> import torch
+    >>> import metabridge as mb
+    >>> net, maml, sinusoids = mb.models.mlp(1, 1), mb.method("maml"), mb.environments.Sinusoid()
+    >>> with TemporaryDirectory() as folder:
+    ...     run = mb.fit(net, maml, sinusoids, iterations=3, out=folder, progress=False)
+    ...     torch.equal(mb.load(folder).params["head.weight"], run.params["head.weight"])
     True
     """
     run_folder, device = RunFolder(Path(folder)), as_device(device)

@@ -62,6 +62,7 @@ def image_trainer(
     device: str = "cpu",
     out: str | Path | None = None,
     teacher: Model | None = None,
+    method: Method | None = None,
 ) -> Trainer:
     """Return a trainer on the training classes, before its first step; see `train_on_images`.
 
@@ -71,11 +72,12 @@ def image_trainer(
         device: Device to compute on.
         out: Folder to save the run in. None to save nothing.
         teacher: Trained model whose predictions are part of the targets.
+        method: The result of `method_of(config)`, if it was already called.
 
     Returns:
         The trainer.
     """
-    method = method_of(config)
+    method = method_of(config) if method is None else method
     images = images.to(device)
     if config.rotated_classes:
         images = images.with_rotations(("train",))

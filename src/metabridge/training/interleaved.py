@@ -57,7 +57,7 @@ def train_interleaved(
     >>> def trainer():
     ...     return Trainer(mlp(1, 1), method("maml"), Sinusoid(), TrainingConfig(iterations=2))
     >>> dict(train_interleaved({"a": trainer, "b": trainer}, at_once=2, progress=False))
-    {'a': Run(mlp, 2 iterations, finished), 'b': Run(mlp, 2 iterations, finished)}
+    {'a': Run(maml, mlp, 2 iterations, finished), 'b': Run(maml, mlp, 2 iterations, finished)}
     """
     check_count("at_once", at_once)
     deadline = math.inf if minutes is None else time.perf_counter() + 60 * minutes

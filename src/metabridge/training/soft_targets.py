@@ -72,9 +72,12 @@ class Softener:
 
     def __init__(self, soft: SoftTargets, method: Method, teacher: Model | None) -> None:
         if method.training_head not in CLASS_ROW_HEADS:
+            used = [name for name in vars(soft) if getattr(soft, name) != getattr(SoftTargets, name)]
+            if teacher is not None:
+                used = ["teacher", *(name for name in used if name != "distillation")]
             raise InputError(
                 f"soft targets need a method whose head covers all training classes, such as mtl or rfs, but this "
-                f"method's training_head is {method.training_head!r}. Remove smoothing, mixup and the teacher."
+                f"method's training_head is {method.training_head!r}. Remove {' and '.join(used)}."
             )
         if (soft.distillation > 0) != (teacher is not None):
             raise InputError(

@@ -16,13 +16,13 @@ import torch
 from torch.optim import SGD, Adam, AdamW, Optimizer, RAdam
 
 from metabridge.device import as_device
-from metabridge.environments.environment import Environment
+from metabridge.environments.environment import Environment, check_environment
 from metabridge.environments.image_tasks import ImageBatches
-from metabridge.errors import PARSING_ERRORS, InputError
+from metabridge.errors import PARSING_ERRORS, InputError, type_with_article
 from metabridge.files import FolderLock
 from metabridge.learners.engine import Engine, Mode
-from metabridge.learners.method import Method
-from metabridge.learners.parameters import parameters, solver_params
+from metabridge.learners.method import Method, method_name
+from metabridge.learners.parameters import network_name, parameters, solver_params
 from metabridge.models.batch_norm import estimate_statistics, running_batch_norms
 from metabridge.models.drop_path import Drop
 from metabridge.models.network import Network, Params, frozen_names
@@ -62,12 +62,10 @@ class Run(Model):
         settings: Model, method, tasks and training options, as stored in settings.json. Empty if nothing was saved.
         finished: Whether training reached its end. If not, call `fit` again with the same `out` to continue.
 
-    >>> from metabridge.environments import Sinusoid
-    >>> from metabridge.learners import method
-    >>> from metabridge.models import mlp
-    >>> from metabridge.training import fit
-    >>> fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=3, progress=False)
-    Run(mlp, 3 iterations, finished)
+    >>> import metabridge as mb
+    >>> sinusoids = mb.environments.Sinusoid()
+    >>> mb.fit(mb.models.mlp(1, 1), mb.method("maml"), sinusoids, iterations=3, progress=False)
+    Run(maml, mlp, 3 iterations, finished)
     """
 
     curve: tuple[Point, ...] = ()
@@ -91,7 +89,8 @@ class Run(Model):
 
     def __repr__(self) -> str:
         score = "" if self.best is None else f", best validation {self.best}"
-        return f"Run({self.model_name}, {self._iterations} iterations{score}, {self._state})"
+        names = f"{method_name(self.method)}, {self.model_name}"
+        return f"Run({names}, {self._iterations} iterations{score}, {self._state})"
 
     def _repr_html_(self) -> str:
         """Return a table of the run for notebooks."""
@@ -148,13 +147,18 @@ class Trainer:
         out: str | Path | None = None,
         teacher: Model | None = None,
     ) -> None:
+        if not isinstance(net, Network):
+            raise InputError(
+                f"net is {type_with_article(net)}, but must be a Network. Use a function of metabridge.models, or "
+                "Network.around(features, example, outputs) for other modules."
+            )
         if not isinstance(method, Method):
             raise InputError(f"method is {method!r}, but must be a Method. Use metabridge.method({method!r}).")
+        check_environment("environment", environment)
+        if validate is not None:
+            check_environment("validate", validate)
         self.device = as_device(device)
         self._folder = None if out is None else RunFolder(Path(out))
-        # a continued run keeps its validation interval, even if `iterations` has changed
-        if self._folder is not None and config.validate_every is None and (stored := self._folder.resumable_settings()):
-            config = replace(config, validate_every=stored["training"].get("validate_every"))
         self.method, self.environment, self.validate, self.config = method, environment, validate, config
         self.dtype = torch.bfloat16 if config.precision == "bfloat16" else None
         # in low precision, convolutions are faster in channels-last layout, and converting between layouts costs time
@@ -213,7 +217,13 @@ class Trainer:
 
     def _start_in(self, folder: RunFolder) -> None:
         """Restore the run in the folder, if there is one; its number of iterations may differ from `config`."""
-        stored = folder.check_settings(self._settings)
+        stored = folder.resumable_settings()
+        if stored is not None:
+            if self.config.validate_every is None:
+                # a continued run keeps its validation interval, even if `iterations` has changed
+                self.config = replace(self.config, validate_every=stored["training"].get("validate_every"))
+                self._settings = self._describe()
+            folder.check_same_settings(stored, self._settings)
         iterations_differ = stored is not None and stored != checkpoint.json_round_trip(self._settings)
         self._restore(folder)
         if iterations_differ:
@@ -221,6 +231,10 @@ class Trainer:
             self.save()  # `finished` may have changed
         if iterations_differ or stored is None:
             folder.write_settings(self._settings)
+
+    def __repr__(self) -> str:
+        names = f"{method_name(self.method)}, {network_name(self.net)}"
+        return f"Trainer({names}, {self.iteration} of {self.config.iterations} iterations)"
 
     @property
     def finished(self) -> bool:
@@ -460,7 +474,7 @@ class Trainer:
         if weights is None and self.curve:
             raise InputError(
                 f"the run in {folder.path} has lost its best weights: weights.safetensors is missing. "
-                "Restore the file from a copy, or name another folder."
+                "Restore the file from a copy, or use another folder."
             )
         if weights is not None:
             params, buffers = select_group(weights[0], "params"), select_group(weights[0], "buffers")
@@ -476,13 +490,13 @@ class Trainer:
         if states.keys() != self._random_states().keys():
             device_type = "a GPU" if "cuda" in states else "the CPU"
             raise InputError(
-                f"the run in {folder.path} was started on {device_type}. Continue it there, or name another folder."
+                f"the run in {folder.path} was started on {device_type}. Continue it there, or use another folder."
             )
         self.iteration, self.seconds = operator.index(notes["iteration"]), float(notes["seconds"])
         if self.iteration > self.config.iterations:
             raise InputError(
                 f"the run in {folder.path} has done {self.iteration} iterations, but iterations is "
-                f"{self.config.iterations}. Use iterations={self.iteration} or more, or name another folder."
+                f"{self.config.iterations}. Use iterations={self.iteration} or more, or use another folder."
             )
         current, stored = dict(self.params), select_group(tensors, "params")
         if buffers := select_group(tensors, "buffers"):  # early files of version 0.1.0 have none

@@ -138,19 +138,19 @@ def main() -> None:
         if name in HALFWAY:
             half = HERE / f"{name}-halfway"
             shutil.rmtree(half, ignore_errors=True)
-            given = options()
-            kind, count, sample = type(given["environment"]), [0], type(given["environment"]).sample
+            fit_options = options()
+            kind, count, sample = type(fit_options["environment"]), [0], type(fit_options["environment"]).sample
             stop = 4 if name == "maml-rates" else 12  # statistics are measured on eight more batches
 
-            def stopping(self, tasks, generator, given=given, count=count, sample=sample, stop=stop):
-                count[0] += self is given["environment"]
-                if self is given["environment"] and count[0] == stop:
+            def stopping(self, tasks, generator, fit_options=fit_options, count=count, sample=sample, stop=stop):
+                count[0] += self is fit_options["environment"]
+                if self is fit_options["environment"] and count[0] == stop:
                     raise KeyboardInterrupt
                 return sample(self, tasks, generator)
 
             with mock.patch.object(kind, "sample", stopping):
                 try:
-                    fit(**given, out=half)
+                    fit(**fit_options, out=half)
                 except KeyboardInterrupt:
                     pass
                 else:

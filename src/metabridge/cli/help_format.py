@@ -1,0 +1,55 @@
+"""A typer application whose help shows what to type for an option, instead of its Python type."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import typer
+from typer.core import TyperArgument, TyperCommand, TyperGroup
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+# Names of values in the help, by the names of their types in typer.
+VALUE_NAMES = {"int": "INT", "int range": "INT", "float": "NUMBER", "float range": "NUMBER", "str": "TEXT"}
+
+
+def value_name(param: Any, ctx: Any) -> str:
+    """Return the name of an option's value in the help; an empty string for flags and arguments."""
+    if isinstance(param, TyperArgument) or param.is_flag:
+        return ""
+    type_name = param.metavar or param.display_type(ctx).strip("<>").removeprefix("list[").removesuffix("]")
+    return str(VALUE_NAMES.get(type_name, type_name))
+
+
+class _HelpFormat:
+    """Mixin for commands: show the names of values, and append defaults to the help texts."""
+
+    def get_params(self, context: Any) -> Any:
+        params = super().get_params(context)  # type: ignore[misc]
+        for param in params:
+            param.display_type_rich = partial(value_name, param)
+            if param.show_default and param.default not in (None, "") and param.default is not False:
+                param.help = f"{param.help or ''} Default: {'on' if param.default is True else param.default}.".strip()
+                param.show_default = False
+        return params
+
+
+class Command(_HelpFormat, TyperCommand):
+    """A command with this format of the help."""
+
+
+class Group(_HelpFormat, TyperGroup):
+    """A group of commands with this format of the help."""
+
+
+class App(typer.Typer):
+    """A typer application whose commands are `Command`s."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(cls=Group, **options)
+
+    def command(self, name: str | None = None, **options: Any) -> Callable[[Function], Function]:
+        """Register a command, as in `typer.Typer`."""
+        return super().command(name, cls=Command, **options)
