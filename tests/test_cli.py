@@ -30,7 +30,7 @@ def test_the_help_shows_what_to_type_for_a_value(metabridge):
     }
     for text in shown.values():
         assert not any(type_name in text for type_name in ("<bool", "<int", "<str", "list[", "[default"))
-    assert "--optimizer adam|adamw|radam|sgd|muon Optimizer" in shown["train"]
+    assert "--optimizer NAME Optimizer: adam, adamw, radam, sgd or muon." in shown["train"]
     assert "--rotated-classes Add the training classes" in shown["train"]
     assert "--teacher DIR Folder" in shown["train"]
     assert "--training-ways INT [x>=2] Number of classes per training task" in shown["train"]
@@ -184,7 +184,9 @@ def test_wrong_arguments_end_with_a_message_of_one_line_and_status_2(metabridge,
         ("--option is ways=7, which anil cannot take.", "--option is ways=7, which anil cannot take."),
     ],
 )
-def test_advice_of_the_library_names_the_option_of_the_command(metabridge, monkeypatch, message, printed):
+def test_advice_of_the_library_names_the_option_of_the_command(metabridge, monkeypatch, tmp_path, message, printed):
+    monkeypatch.chdir(tmp_path)  # where diagnose creates its output folder
+
     def refuse(*_, **__):
         raise InputError(message)
 

@@ -34,6 +34,19 @@ def test_the_name_of_a_method_is_its_preset_or_what_it_adapts():
     assert method_name(method("anil", steps=2)) == "adapts='head'"
 
 
+def test_a_loss_is_an_option_of_the_svm_if_it_is_a_name_and_of_the_method_if_it_is_a_function():
+    learner = method("mtl", test_solver="svm", loss="hinge")
+    assert (learner.test_solver, learner.loss) == (SVM(loss="hinge", normalize=True), method("mtl").loss)
+    learner = method("mtl", test_solver="svm", loss=torch.nn.functional.mse_loss)
+    assert (learner.test_solver, learner.loss) == (SVM(normalize=True), torch.nn.functional.mse_loss)
+
+
+def test_without_an_inner_solver_options_change_the_test_solver():
+    options = {"adapts": "none", "inner": None, "outer": "plain", "test_solver": "gradient-descent"}
+    learner = method("maml", **options, steps=3)
+    assert (learner.inner, learner.test_solver) == (None, GradientDescent(steps=3))
+
+
 def test_every_preset_is_tested_on_every_engine():
     assert PRESETS.keys() - METHODS.keys() == TESTED_ELSEWHERE
 

@@ -13,6 +13,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 # Names of values in the help, by the names of their types in typer.
 VALUE_NAMES = {"int": "INT", "int range": "INT", "float": "NUMBER", "float range": "NUMBER", "str": "TEXT"}
+MAX_LENGTH = 22  # longer lists of choices would be broken in a terminal with 80 columns
 
 
 def value_name(param: Any, ctx: Any) -> str:
@@ -20,6 +21,8 @@ def value_name(param: Any, ctx: Any) -> str:
     if isinstance(param, TyperArgument) or param.is_flag:
         return ""
     type_name = param.metavar or param.display_type(ctx).strip("<>").removeprefix("list[").removesuffix("]")
+    if len(type_name) > MAX_LENGTH:
+        return "NAME"  # of a choice in the help text
     return str(VALUE_NAMES.get(type_name, type_name))
 
 

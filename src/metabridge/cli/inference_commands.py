@@ -47,7 +47,8 @@ def adapt(
     """Adapt a trained run to new classes and classify images.
 
     Writes one line per query image: its path, the predicted class, the probability of that class, and the
-    probabilities of all classes. If query images are in folders named after the classes, also prints the accuracy.
+    probabilities of all classes. Heads without probabilities (svm, ridge, centroid) give a softmax of their scores
+    instead. If query images are in folders named after the classes, also prints the accuracy.
 
     Query images that cannot be read are skipped and listed at the end, and the exit status is 1.
 

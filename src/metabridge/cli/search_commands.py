@@ -86,7 +86,7 @@ RegionInputsOption = Annotated[
         min=2,
         max=100_000,
         help="Number of inputs used to count linear regions: image patches for an architecture.json, whole training "
-        "images for other networks (or all images, if there are fewer).",
+        "images for other networks (all of them, if there are fewer).",
     ),
 ]
 
@@ -97,8 +97,8 @@ def search(
     kernel: Annotated[
         SearchKernel,
         typer.Option(
-            help="Kernel whose condition number guides the search, together with the number of linear regions. "
-            "none: use linear regions only; random: draw random cells without scoring them."
+            help="Kernel whose condition number guides the search, together with the number of linear regions: maml, "
+            "anil or ntk. none: use linear regions only; random: draw random cells without scoring them."
         ),
     ] = SearchKernel.maml,
     cells: CellsOption = 5,

@@ -137,7 +137,7 @@ class _Character(NamedTuple):
     alphabet: int  # index in `ALPHABETS`
     code: int
     shapes: NDArray[np.uint8]  # (fonts, _FRAME_SIZE, _FRAME_SIZE), for the fonts that contain the character
-    regular_count: int  # the first `regular_count` shapes are from regular fonts
+    regular_count: int  # the first `regular_count` shapes are from regular fonts, or it is one bold shape
 
 
 def _draw(seed: int) -> LabeledImages:

@@ -55,7 +55,7 @@ SETTINGS = {
 
 
 class KernelMeasurements(NamedTuple):
-    """The measurements of one run of one network, of kernel matrices divided by K(x, x)."""
+    """The measurements of one run of one network. Kernel matrices are divided by K(x, x)."""
 
     gap: float
     anil_smallest: float

@@ -1,6 +1,6 @@
-"""Check whether a diagnosis ranks tasks as in Collins et al. (2022, section 5), and methods as their accuracies do.
+"""Check whether diagnoses rank small above large r_H, as Collins et al. (2022, section 5), and order methods rightly.
 
-r_H is the dispersion of the solutions of the hard tasks. If all hard tasks are from two similar alphabets ("small
+r_H is the dispersion of the solutions of the hard tasks. If all hard tasks are from two alphabets ("small
 r_H"), the diagnosis must predict a larger gain of adaptation than if they are from ten alphabets ("large r_H"), as in
 table 1 of the paper. Each seed has a new untrained network, whose features also determine which alphabets are hard. On
 glyphs, small networks are trained in both settings to measure how much more accurate MAML is than NAL. If the output
@@ -87,7 +87,7 @@ def dataset_rows(name: str, cases: Sequence[Case]) -> Iterator[Row]:
     """Yield the diagnoses of one data set, the gains of trained MAML, and whether both rank small above large r_H."""
 
     def ranking_row(quantity: str, is_ranked: Sequence[bool], note: str = "") -> Row:
-        label = f"{name}, small r_H above large by {quantity}"
+        label = f"{name}, small r_H ranked above large by {quantity}"
         note = f"{sum(is_ranked)} of {len(is_ranked)} seeds{note}; {CLAIM}"
         return Row.share(label, "seeds %", is_ranked, agrees=all(is_ranked), note=note)
 
@@ -116,7 +116,7 @@ def dataset_rows(name: str, cases: Sequence[Case]) -> Iterator[Row]:
     gain_pairs = [(case.gain("small"), case.gain("large")) for case in cases]
     is_ranked = [small.value > large.value for small, large in gain_pairs if small and large]
     if is_ranked:
-        yield ranking_row("what trained MAML gains", is_ranked)
+        yield ranking_row("gain of trained MAML", is_ranked)
 
 
 def figure(outcome: Outcome[Measurements]) -> Figure:

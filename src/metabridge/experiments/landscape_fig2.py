@@ -1,6 +1,7 @@
 """Collins et al. 2022, figures 2 and 8: solutions and risks of NAL and MAML for one hard and one easy task.
 
-The solution of MAML is closer to the hard task, and its risk is smaller if m is large enough. The hard task has w* = 1
+The solution of MAML is closer to the hard task, and its risk is smaller if the number m of samples for
+adaptation is large enough. The hard task has w* = 1
 and Σ = ρ_H·I, the easy one w* = −1 and Σ = I, in 10 dimensions. The results of SGD are compared with closed forms: the
 solutions with eq. 8, and the risks 𝓔_m with eq. 6 and 7, which equal eq. 9 up to the factor ‖w₁* − w₂*‖²/4. The caption
 of figure 2 has m = 100, the text m = 500; both are included.
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ALPHA, NOISE, DIMENSION = 1.0, 0.01, 10
-ALL_HARDNESS = tuple(i / 10 for i in range(1, 11))
+ALL_RHO_HARD = tuple(i / 10 for i in range(1, 11))
 
 
 @dataclass(frozen=True)
@@ -42,12 +43,12 @@ class Settings:
 
     sgd: SgdSettings
     samples: tuple[int, ...]  # m = n₂
-    hardness: tuple[float, ...]  # ρ_H
+    rho_hard: tuple[float, ...]  # ρ_H
 
 
 SETTINGS = {
-    "quick": Settings(SgdSettings(test_tasks=500, runs=5), (500, 50), ALL_HARDNESS[::3]),
-    "paper": Settings(SgdSettings(), (2000, 500, 100, 50), ALL_HARDNESS),
+    "quick": Settings(SgdSettings(test_tasks=500, runs=5), (500, 50), ALL_RHO_HARD[::3]),
+    "paper": Settings(SgdSettings(), (2000, 500, 100, 50), ALL_RHO_HARD),
 }
 
 
@@ -61,7 +62,7 @@ def measure(options: ExperimentOptions) -> SgdResults:
     settings, generator = SETTINGS[options.scale], torch.Generator().manual_seed(options.seed)
     results: SgdResults = {}
     for m in settings.samples:
-        for rho in settings.hardness:
+        for rho in settings.rho_hard:
             tasks = LinearTasks(landscape(rho), m, settings.sgd.queries)
             floor = noise_floor(tasks.landscape, ALPHA, m)
             trained = train_and_test(tasks, learners(ALPHA, m), ALPHA, settings.sgd, generator)

@@ -102,7 +102,7 @@ def figure(outcome: Outcome[Risks]) -> Figure:
             theory = [getattr(hard_easy_risks(tasks_at(setting, R), ALPHA, M), name) for R in distances]
             axes.plot(distances, theory, color=color, label=f"{label}, closed form")
             points = {R: measured[name] for R, measured in by_distance.items()}
-            result_figures.draw_means(axes, points, color, f"{label}, SGD")
+            result_figures.draw_error_bars(axes, points, color, f"{label}, SGD")
         axes.set(xlabel="R, distance between hard and easy tasks")
         axes.set(ylabel="risk above the noise floor, $\\mathcal{E}_m$")
         hard_ratio, easy_ratio = SQUARED_RATIOS[setting]
@@ -110,7 +110,7 @@ def figure(outcome: Outcome[Risks]) -> Figure:
     for (setting, by_distance), color, marker in zip(outcome.data.items(), figures.COLORS[3:1:-1], "sD"):
         ratios = {R: measured["nal"] / measured["maml"] for R, measured in by_distance.items()}
         middle.axhline(hard_easy_risks(tasks_at(setting, 1.0), ALPHA, M).ratio, color=color)
-        result_figures.draw_means(middle, ratios, color, f"{setting}, SGD", marker)
+        result_figures.draw_error_bars(middle, ratios, color, f"{setting}, SGD", marker)
     middle.set(xlabel="R, distance between hard and easy tasks")
     middle.set(ylabel="$\\mathcal{E}_m$(NAL) / $\\mathcal{E}_m$(MAML)")
     middle.set(title=f"ratio of the risks of NAL and MAML\nm = {M}", ylim=(1, None))

@@ -35,7 +35,7 @@ M, DIMENSION = 500, 10
 ALPHAS = {4.0: "inverse of the easy task's smoothness", 1.0: "$1/ρ_E$"}
 LR = 0.05  # of SGD, for both learners; the paper gives none for this figure
 CLAIM_ALPHA = 4.0  # the α for which the paper's claims are tested
-ALL_HARDNESS = tuple(i / 10 for i in range(1, 11))
+ALL_RHO_HARD = tuple(i / 10 for i in range(1, 11))
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,12 @@ class Settings:
     """The settings of SGD, and the values of ρ_H."""
 
     sgd: SgdSettings
-    hardness: tuple[float, ...]  # ρ_H
+    rho_hard: tuple[float, ...]  # ρ_H
 
 
 SETTINGS = {
-    "quick": Settings(SgdSettings(iterations=2500, test_tasks=500, runs=5), ALL_HARDNESS[::3]),
-    "paper": Settings(SgdSettings(), ALL_HARDNESS),
+    "quick": Settings(SgdSettings(iterations=2500, test_tasks=500, runs=5), ALL_RHO_HARD[::3]),
+    "paper": Settings(SgdSettings(), ALL_RHO_HARD),
 }
 
 
@@ -63,7 +63,7 @@ def measure(options: ExperimentOptions) -> SgdResults:
     results: SgdResults = {}
     for alpha in ALPHAS:
         learners: dict[SolutionName, LinearLearner] = {"nal": LinearLearner(LR), "maml": LinearLearner(LR, alpha)}
-        for rho in settings.hardness:
+        for rho in settings.rho_hard:
             tasks = LogisticTasks(landscape(rho), M, settings.sgd.queries)
             floor = label_entropy(tasks.landscape)
             trained = train_and_test(tasks, learners, alpha, settings.sgd, generator)

@@ -122,7 +122,7 @@ def draw_sgd_results(
             for i, axes in enumerate((above, below)):
                 points = {rho: values[name][i] for (key, rho), values in results.items() if key == column}
                 marker = "-o" if closed_form is None else "o"
-                result_figures.draw_means(axes, points, color, f"{label}, SGD" if closed_form else label, marker)
+                result_figures.draw_error_bars(axes, points, color, f"{label}, SGD" if closed_form else label, marker)
         above.set(title=column_title)
         below.set(xlabel="$ρ_H$, variance of the hard task's inputs ($ρ_E$ = 1)")
     grid[0, 0].set(ylabel="first coordinate of w")

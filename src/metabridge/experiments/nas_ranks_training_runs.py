@@ -112,7 +112,7 @@ class RankRecord(Record):
 
 
 def train_and_score(options: ExperimentOptions) -> RankRecord:
-    """Train and score the architectures that are missing in the record within the time limit, and return the record."""
+    """Within the time limit, train and score the architectures that the record lacks, and return the record."""
     settings = seeded_settings(options)
     stored = {"search": settings.search.to_dict(), "training": asdict(settings.config)}
     plan = as_json({"data": "glyphs", **stored, "test_tasks": settings.test_tasks})

@@ -16,9 +16,10 @@ from metabridge.heads.head import Head
 
 @dataclass(frozen=True)
 class NearestCentroid(Head):
-    """Nearest class mean, with the scores ½‖x − m‖² − ½‖x − c_k‖², which are linear in x.
+    """Nearest class mean: the score of class k is lower, the farther the features are from the mean of the class.
 
-    c_k is the mean of the features of class k, and m is the mean of all features.
+    The scores are ½‖x − m‖² − ½‖x − c_k‖², which are linear in x. c_k is the mean of the features of class k, and m is
+    the mean of all features.
 
     Args:
         normalize: Whether to L2-normalize the features. Class means are not normalized again.

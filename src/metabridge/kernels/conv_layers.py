@@ -82,7 +82,7 @@ class Conv:
             )
 
     def propagate(self, state: KernelState) -> None:
-        """Average over pairs of windows and apply weights and biases.
+        """Average over the offsets of the window and apply weights and biases.
 
         Args:
             state: The kernels before the layer; updated in-place.

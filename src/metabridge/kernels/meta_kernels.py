@@ -113,7 +113,7 @@ def anil_kernel(kernel: Kernel, x: Tensor, time: float, heads: Heads = "shared")
     """Return the kernel of ANIL without a query-support split (Wang et al. 2021, lemma 1).
 
     Φ[i, j] = e^{−sK_i} Θ(X_i, X_j) e^{−sK_j} with K_i = K(X_i, X_i). With independent heads, it vanishes for i ≠ j. If
-    `time` is infinite, Φ is zero if all K_i are invertible, and otherwise its limit, see `residual_decay`.
+    `time` is infinite, Φ is the limit, which is zero if all K_i are invertible; see `residual_decay`.
 
     Args:
         kernel: The kernel of the network.

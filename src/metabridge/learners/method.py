@@ -183,9 +183,10 @@ def balancing_regularizer(params: Params) -> Tensor:
     """
     body = [value for name, value in params.items() if name.startswith("features.") and name.endswith("weight")]
     if len(body) != 1 or body[0].ndim != 2:
+        shapes = ", ".join(str(tuple(value.shape)) for value in body) or "none"
         raise InputError(
-            "Burer–Monteiro factorizes a linear net with one weight matrix as its features, but this net has "
-            f"{len(body)}. Use mlp(inputs, outputs, depth=1, activation='linear', bias=False)."
+            "Burer–Monteiro needs a linear network whose features are one weight matrix, but the weights of its features "
+            f"are {shapes}. Use mlp(inputs, outputs, depth=1, activation='linear', bias=False)."
         )
     gap = body[0] @ body[0].mT - params["heads.weight"].mT @ params["heads.weight"]
     return gap.square().sum() / 8
@@ -245,10 +246,10 @@ def method(name: str, **options: object) -> Method:
         raise InputError(f"There is no method {name!r}. The methods are {', '.join(PRESETS)}.")
     preset = PRESETS[name]
     method_fields = {field.name for field in fields(Method)}
-    solver_field = "inner" if preset.inner is not None else "test_solver"
     for field_name, kinds in (("inner", Solver.registry.values()), ("test_solver", test_solver_types())):
         if isinstance(value := options.get(field_name), str):
             options[field_name] = _create(field_name, value, kinds)
+    solver_field = "test_solver" if options.get("inner", preset.inner) is None else "inner"
     solver: Any = options.get(solver_field) or getattr(preset, solver_field)
     if not isinstance(solver, Solver | Head):
         raise InputError(f"{solver_field} is {solver!r}, but must be a solver such as GradientDescent().")
@@ -259,8 +260,9 @@ def method(name: str, **options: object) -> Method:
                 f"{name} has no option {option!r}. Its options are {', '.join(sorted(solver_fields))}, and the options "
                 f"of every method: {', '.join(sorted(method_fields))}."
             )
-    solver_options = {key: value for key, value in options.items() if key in solver_fields}
-    changes = {key: value for key, value in options.items() if key in method_fields}
+    # `loss` is a function in a method, and a name in the SVM head
+    solver_options = {key: value for key, value in options.items() if key in solver_fields and not callable(value)}
+    changes = {key: value for key, value in options.items() if key not in solver_options}
     if solver_options:
         changes[solver_field] = replace(solver, **solver_options)  # type: ignore[type-var]
     return replace(preset, **changes)  # type: ignore[arg-type]

@@ -46,7 +46,7 @@ class _OutputWithSigns(NamedTuple):
 
 
 class LinearRegionCounter:
-    """Counts the linear regions that contain at least one of some patches, in a thin supernet and its candidates.
+    """Counts the linear regions of a thin supernet and of its candidates that contain at least one of the patches.
 
     Each sign has a random integer weight of 63 bits, and two activation patterns count as different if the weighted
     sums of their signs differ. The probability that two different patterns have the same sum is at most 2⁻⁶³.

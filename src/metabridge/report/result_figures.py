@@ -112,10 +112,10 @@ def subplots(title: str, rows: int, columns: int, size: tuple[float, float], **o
     return figure, figure.subplots(rows, columns, **options)
 
 
-def draw_means(
+def draw_error_bars(
     axes: Axes, runs: Mapping[float, Tensor], color: str, label: str, marker: str = "o", markersize: float = 4
 ) -> None:
-    """Draw means over runs with their 95 % intervals; `runs` maps each x to the values of all runs."""
+    """Draw means over runs with their 95 % intervals as error bars; `runs` maps each x to the values of all runs."""
     means, margins = zip(*(mean_interval(values.tolist()) for values in runs.values()))
     axes.errorbar(list(runs), means, margins, fmt=marker, color=color, label=label, markersize=markersize, capsize=2)
 
@@ -238,7 +238,7 @@ def draw_rank_agreement(axes: Axes, series: Mapping[str, Mapping[str, tuple[floa
 
     Args:
         axes: The panel.
-        series: For each label in the legend, τ and a text for the right margin by name of the row.
+        series: Maps each label in the legend to its rows, and the name of a row to τ and a text for the right margin.
     """
     rows = list(dict.fromkeys(name for agreement in series.values() for name in agreement))
     for (label, agreement), color, marker, shift in zip(series.items(), COLORS[2:], "sv", (-0.16, 0.16)):

@@ -58,7 +58,7 @@ class Solver(Registered, ABC, root=True):
 
     @property
     def implicit_system(self) -> ProximalSystem | None:
-        """The linear system of the outer gradient "implicit", or None if differentiating `solve` solves it already.
+        """The linear system of the outer gradient "implicit"; None if the backward pass of `solve` already solves it.
 
         A solver that supports "implicit" must define it.
         """
@@ -84,7 +84,7 @@ class Solver(Registered, ABC, root=True):
             start: The initial parameters.
             solver_params: The solver's learned parameters, with the names that the method `solver_params` returns.
             exact: Whether the result can be differentiated through the solve. If false, gradients of the support loss
-                are constants, and the outer gradient is of first order.
+                are constants.
 
         Returns:
             The adapted parameters by name.

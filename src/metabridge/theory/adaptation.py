@@ -174,7 +174,7 @@ def selected_ridge_risk(
         tasks: Moments of the tasks.
         points: Number of points per task.
         penalties: Penalties to choose from, (penalties).
-        designs: Number of random designs for the selection, and of those for the risk.
+        designs: Number of random designs for the selection, and again for the risk.
         generator: Random generator on the CPU.
 
     Returns:

@@ -65,7 +65,7 @@ class SampledMinima:
             queries: Number of query examples of an episode.
             episodes: Number of episodes of each task.
             test_episodes: Number of new episodes of each task on which the risks are measured.
-            draws: Number of draws of all episodes.
+            draws: Number of times that all episodes are drawn.
             grid_size: Number of grid points per axis of the loss surfaces.
             seed: Seed of the episodes.
 

@@ -351,8 +351,8 @@ class ImageTrainingConfig(TrainingConfig):
     ways: int = option(5, help="Number of classes per task.", check=IntegerRange(2))
     training_ways: int | None = option(
         None,
-        help="Number of classes per training task, if different from validation. More than `ways` needs a method whose "
-        "head covers all training classes, such as mtl; rfs ignores it. Default: `ways`.",
+        help="Number of classes per training task, if different from validation. A number above `ways` needs a method "
+        "whose head covers all training classes, such as mtl; rfs ignores it. Default: `ways`.",
         check=IntegerRange(2, optional=True),
     )
     shots: int = option(1, help="Number of support images per class in training tasks.", check=IntegerRange(1))

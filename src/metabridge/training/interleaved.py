@@ -118,5 +118,5 @@ class _ActiveTrainer:
         with torch.cuda.stream(self._stream):
             run = self.trainer.run()
         if self._stream is not None:
-            torch.cuda.current_stream().wait_stream(self._stream)
+            torch.cuda.current_stream(self.trainer.device).wait_stream(self._stream)
         return run
