@@ -185,7 +185,7 @@ def balancing_regularizer(params: Params) -> Tensor:
     if len(body) != 1 or body[0].ndim != 2:
         shapes = ", ".join(str(tuple(value.shape)) for value in body) or "none"
         raise InputError(
-            "Burer–Monteiro needs a linear network whose features are one weight matrix, but the weights of its features "
+            "Burer–Monteiro needs a linear network with one weight matrix as features, but the weights of its features "
             f"are {shapes}. Use mlp(inputs, outputs, depth=1, activation='linear', bias=False)."
         )
     gap = body[0] @ body[0].mT - params["heads.weight"].mT @ params["heads.weight"]
