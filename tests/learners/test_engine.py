@@ -264,7 +264,7 @@ def test_missing_rows_unknown_modes_and_unsuitable_networks_raise_errors():
         Engine(method("maml"), net, mode="fast")
     linear, partial = method("burer-monteiro"), method("maml", lr={"head": 0.1})
     rows = parameters(linear, net, classes=CLASSES)
-    with pytest.raises(InputError, match="factorizes a linear net with one weight matrix"):
+    with pytest.raises(InputError, match="needs a linear network with one weight matrix"):
         meta_gradient(linear, net, rows, episodes)
     with pytest.raises(InputError, match=r"none of them matches the parameter 'features\.1\.weight'"):
         meta_gradient(partial, net, rows, episodes)
