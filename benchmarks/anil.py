@@ -2,9 +2,9 @@
 
     python benchmarks/anil.py --device cpu --json anil.json
 
-The networks are linear, and the tasks are those of Yüksel et al. 2023, §5. "loop" computes the same gradients for one
-task at a time. "engine" computes them with the library's general `Engine`, for one run at a time. All return the same
-parameters.
+The networks are linear, and the tasks are those of Yüksel et al. 2023, §5. "together" is the library's
+`first_order_step`, which computes all tasks of all runs at once. "loop" computes the same gradients for one task at a
+time. "engine" computes them with the library's general `Engine`, for one run at a time. All return the same parameters.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ REPEATS = 5
 
 
 def step_in_loop(B: Tensor, w: Tensor, points: TaskPoints, adapts: Literal["head", "all"]) -> NetParams:
-    """Return the parameters after one step, computed task by task."""
+    """Return the parameters (B, w) of all runs after one step, computed task by task."""
     nets = []
     tasks = points.x_in.shape[1]
     for run in range(len(B)):
@@ -58,12 +58,12 @@ def step_in_loop(B: Tensor, w: Tensor, points: TaskPoints, adapts: Literal["head
     return torch.stack([B for B, _ in nets]), torch.stack([w for _, w in nets])
 
 
-def engine_step(name: str, B: Tensor, w: Tensor, worlds: list[SharedRepresentation]) -> Callable[[], NetParams]:
+def engine_step(name: str, B: Tensor, w: Tensor, environments: list[SharedRepresentation]) -> Callable[[], NetParams]:
     """Return a function that takes one step of every run with the library's engine."""
     learner = method(name, steps=1, lr=SETTINGS.alpha)
     net = mlp(B.shape[1], 1, width=B.shape[2], depth=1, activation="linear", bias=False).to(B.device)
     engine = Engine(learner, net, mode="captured" if B.is_cuda else "vectorized")
-    episodes = [world.tasks.to(B.device) for world in worlds]
+    episodes = [environment.tasks.to(B.device) for environment in environments]
     params = parameters(learner, net)
 
     def step() -> NetParams:
@@ -103,16 +103,18 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
 
-    worlds = [SharedRepresentation(pool=options.tasks, seed=seed) for seed in range(options.runs)]
-    points = TaskPoints.from_episodes([world.tasks for world in worlds]).to(options.device, torch.float32)
-    starts = [initial_parameters(50, 50, SETTINGS.alpha, torch.Generator().manual_seed(world.seed)) for world in worlds]
-    B, w = (torch.stack(params).to(options.device, torch.float32) for params in zip(*starts))
+    environments = [SharedRepresentation(pool=options.tasks, seed=seed) for seed in range(options.runs)]
+    episodes = [environment.tasks for environment in environments]
+    points = TaskPoints.from_episodes(episodes).to(options.device, torch.float32)
+    generators = [torch.Generator().manual_seed(environment.seed) for environment in environments]
+    initial_params = [initial_parameters(50, 50, SETTINGS.alpha, generator) for generator in generators]
+    B, w = (torch.stack(params).to(options.device, torch.float32) for params in zip(*initial_params))
     rows = []
     for name, adapts in LEARNERS.items():
         repeated = RepeatedStep(partial(first_order_step, points=points, settings=SETTINGS, adapts=adapts), (B, w))
         repeated.advance(1)
         expected = repeated.params[0].clone()
-        engine = engine_step(name, B, w, worlds)
+        engine = engine_step(name, B, w, environments)
         for params in (step_in_loop(B, w, points, adapts), engine()):
             torch.testing.assert_close(params[0], expected)
         seconds = median_seconds(partial(repeated.advance, 10), options.device, REPEATS) / 10

@@ -1,7 +1,7 @@
-"""Compare the numbers in two folders of results, such as the results before and after a change.
+"""Compare the numbers in two folders of results, such as those from before and after a change of the code.
 
-Every row of every experiment's `ID.json` is compared, except durations, which differ from run to run. Records of
-benchmarks are skipped.
+Every row of every experiment's `ID.json` is compared, except durations and speeds, which differ from run to run.
+Results of benchmarks are skipped.
 
     python benchmarks/compare_results.py before after --tolerance 1e-6
 """
@@ -19,13 +19,13 @@ NUMBERS = ("ours", "ci95", "published")
 
 
 def rows(file: Path) -> list[dict[str, Any]]:
-    """Return the rows of an experiment's result; an empty list for the record of a benchmark."""
+    """Return the rows of an experiment's result; an empty list for the result of a benchmark."""
     result = json.loads(file.read_text(encoding="utf-8"))
     return list(result["rows"]) if "scale" in result else []
 
 
 def is_duration(row: dict[str, Any]) -> bool:
-    """Return whether a row contains a duration, or a speed."""
+    """Return whether a row contains a duration or a speed."""
     return any(unit in row["metric"].split() for unit in ("seconds", "minutes", "hours", "images/s"))
 
 

@@ -1,7 +1,8 @@
-"""Measure the peak memory of second-order MAML by the number of inner steps, with and without the memory-flat mode.
+"""Measure the peak memory of second-order MAML for several numbers of inner steps, with and without memory-flat mode.
 
-The network is conv4 with 32 filters, the task has five classes with one support and one query image of 84×84 pixels
-each, so that the inner loop takes most of the memory, not the query pass. Each peak is measured in a separate process.
+The network is conv4 with 32 filters. The task has five classes with one support and one query image of 84×84 pixels
+each, so that most of the memory is used by the inner loop, not by the forward pass of the queries. Each peak is
+measured in a separate process.
 
     python benchmarks/flat.py --json results/bench-flat-cpu.json
 """
@@ -27,7 +28,7 @@ STEPS = (2, 5, 10, 20)
 
 
 def measure_here(steps: int, flat: bool) -> float:
-    """Return by how many MiB meta-steps raise the peak memory of this process."""
+    """Return by how many MiB meta-steps increase the peak memory of this process."""
     x = torch.randn(1, 5, 3, 84, 84, generator=torch.Generator().manual_seed(0))
     y = torch.arange(5)[None]
     method, net = mb.method("maml", steps=steps), mb.models.conv4(3, 84)

@@ -2,10 +2,10 @@
 
     python benchmarks/kernel_predict.py --json kernel-predict.json
 
-Both use the same fitted kernel learner. Inputs have 10 features; test tasks have 5 support and 10 query examples,
-training tasks 5 and 5. The two are timed alternately, and `seconds` are medians. `mebibytes` is the growth of the
-process memory while all tasks are predicted together; `difference` is the largest absolute difference between the two
-predictions.
+Both ways use the same fitted kernel learner. Inputs have 10 features. Training tasks have 5 support and 5 query
+examples, test tasks 5 and 10. The two ways are timed alternately, and `seconds` are medians. `mebibytes` is the growth
+of the process memory while all tasks are predicted together; `difference` is the largest absolute difference between
+the two predictions.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def predict_in_loop(fitted: FittedKernelLearner, test: Episodes) -> Tensor:
 
 def time_call(compute: Callable[[], Tensor]) -> tuple[float, Tensor]:
     """Return the duration of a call in seconds, and its result."""
-    started = time.perf_counter()
+    start = time.perf_counter()
     result = compute()
-    return time.perf_counter() - started, result
+    return time.perf_counter() - start, result
 
 
 def measure(depth: int, method: KernelMethod, turns: int) -> dict[str, Any]:
-    """Time both alternately and return a row of the table."""
+    """Time both ways alternately and return a row of the table."""
     fitted, test = fit_case(depth, method)
     predict_in_loop(fitted, test[:10])  # warm-up
     batch_seconds: list[float] = []
@@ -84,7 +84,7 @@ def measure(depth: int, method: KernelMethod, turns: int) -> dict[str, Any]:
 def main() -> None:
     """Run every case, print the table, and write the JSON file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=3, help="number of timed runs (default: %(default)s)")
+    parser.add_argument("--turns", type=int, default=3, help="how often each way is timed (default: %(default)s)")
     parser.add_argument("--threads", type=int, default=2, help="number of CPU threads")
     parser.add_argument("--json", type=Path, help="file to which the results are written")
     options = parser.parse_args()

@@ -48,7 +48,7 @@ def episodes(size: int, tasks: int, device: str) -> mb.Episodes:
 
 
 def torch_conv4(size: int, device: str) -> nn.Module:
-    """Return conv4 made of the layers of PyTorch."""
+    """Return conv4, built from layers of PyTorch."""
     layers: list[nn.Module] = []
     for in_channels in (1 if size == 28 else 3, 32, 32, 32):
         norm = nn.BatchNorm2d(32, track_running_stats=False)
@@ -57,7 +57,7 @@ def torch_conv4(size: int, device: str) -> nn.Module:
 
 
 def with_metabridge(mode: str, flat: bool = False) -> Callable[[mb.Episodes, int], Callable[[], object]]:
-    """Return the implementation by metabridge with this mode of its engine."""
+    """Return a function that makes a meta-step with metabridge, with its engine in this mode."""
 
     def make(batch: mb.Episodes, size: int) -> Callable[[], object]:
         method = mb.method("maml", steps=STEPS, lr=LR)
@@ -74,15 +74,15 @@ def with_higher(batch: mb.Episodes, size: int) -> Callable[[], object]:
     import higher
 
     net = torch_conv4(size, str(batch.device))
-    inner = torch.optim.SGD(net.parameters(), lr=LR)
+    inner_optimizer = torch.optim.SGD(net.parameters(), lr=LR)
 
     def step() -> None:
         net.zero_grad()
         for task in range(len(batch)):
-            with higher.innerloop_ctx(net, inner, copy_initial_weights=False) as (fast, differentiable):
+            with higher.innerloop_ctx(net, inner_optimizer, copy_initial_weights=False) as (fast_net, optimizer):
                 for _ in range(STEPS):
-                    differentiable.step(F.cross_entropy(fast(batch.support_x[task]), batch.support_y[task]))
-                (F.cross_entropy(fast(batch.query_x[task]), batch.query_y[task]) / len(batch)).backward()
+                    optimizer.step(F.cross_entropy(fast_net(batch.support_x[task]), batch.support_y[task]))
+                (F.cross_entropy(fast_net(batch.query_x[task]), batch.query_y[task]) / len(batch)).backward()
 
     return step
 
@@ -92,18 +92,18 @@ def with_torchopt(batch: mb.Episodes, size: int) -> Callable[[], object]:
     import torchopt
 
     net = torch_conv4(size, str(batch.device))
-    inner = torchopt.MetaSGD(net, lr=LR)
+    inner_optimizer = torchopt.MetaSGD(net, lr=LR)
 
     def step() -> None:
         net.zero_grad()
         net_state = torchopt.extract_state_dict(net, by="reference")
-        optimizer_state = torchopt.extract_state_dict(inner, by="reference")
+        optimizer_state = torchopt.extract_state_dict(inner_optimizer, by="reference")
         for task in range(len(batch)):
             for _ in range(STEPS):
-                inner.step(F.cross_entropy(net(batch.support_x[task]), batch.support_y[task]))
+                inner_optimizer.step(F.cross_entropy(net(batch.support_x[task]), batch.support_y[task]))
             loss = F.cross_entropy(net(batch.query_x[task]), batch.query_y[task]) / len(batch)
             torchopt.recover_state_dict(net, net_state)
-            torchopt.recover_state_dict(inner, optimizer_state)
+            torchopt.recover_state_dict(inner_optimizer, optimizer_state)
             loss.backward()
 
     return step
@@ -149,15 +149,15 @@ def measure_here(name: str, size: int, tasks: int, device: str, rounds: int) -> 
     seconds = []
     for _ in range(rounds):
         synchronize()
-        started = time.perf_counter()
+        start = time.perf_counter()
         meta_step()
         synchronize()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(time.perf_counter() - start)
     return Measurement(seconds, peak)
 
 
 def measure(name: str, size: int, tasks: int, device: str, rounds: int) -> Measurement:
-    """Measure one implementation; on a CPU in a separate process, since allocators keep memory of earlier ones."""
+    """Measure one implementation; on a CPU in a separate process, since allocators keep the memory of earlier ones."""
     if device == "cuda":
         return measure_here(name, size, tasks, device, rounds)
     command = [sys.executable, __file__, "--measure", name, str(size), str(tasks), str(rounds)]

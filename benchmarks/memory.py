@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def added_peak(function: Callable[[], object], times: int = 3) -> float:
-    """Return by how many MiB the memory of the process rises while `function` is called `times` times."""
+    """Return by how many MiB the memory of the process increases while `function` is called `times` times."""
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the current memory
     before = _peak_mib()
     for _ in range(times):

@@ -5,8 +5,8 @@
 Both libraries compute Θ and K in float32. neural-tangents needs a separate environment and is compiled by jax.jit;
 compilation is not timed. The two run in turns in separate processes on the same cores, and `seconds` are medians.
 `difference` is the largest difference between the two Θ, divided by the largest entry. With `--device cuda`, metabridge
-runs on the GPU, `mib` is the peak of the GPU memory that it allocates, including the result, and without `--peer` it is
-compared with metabridge on the CPU.
+runs on the GPU, and `mib` is the peak of the GPU memory that it allocates, including the result. Without `--peer`, the
+GPU is compared with metabridge on the CPU.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def run_turn(results: Path, device: str) -> None:
 def run_process(
     python: str, threads: int, device: str, seconds: dict[tuple[int, bool], list[float]]
 ) -> dict[tuple[int, bool], dict[str, Any]]:
-    """Run a turn with this Python interpreter, add its times to `seconds`, and return its other results."""
+    """Run a turn with this Python interpreter, append its durations to `seconds`, and return its other results."""
     environment = {"OMP_NUM_THREADS": str(threads), "TF_CPP_MIN_LOG_LEVEL": "3"}
     cores = sorted(os.sched_getaffinity(0))[:threads]
     bind = functools.partial(os.sched_setaffinity, 0, cores)  # jax starts a thread for every visible core

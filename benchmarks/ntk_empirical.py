@@ -1,4 +1,4 @@
-"""Compare the empirical NTK of all outputs, of conv4 with group norm and of an MLP, with torch.func.
+"""Compare the empirical NTK of conv4 with group norm and of an MLP, for all outputs, with torch.func.
 
     python benchmarks/ntk_empirical.py --device cpu --json ntk-empirical.json
 

@@ -4,9 +4,9 @@
 
 A step indexes uint8 images on the device, augments them, computes the gradient of the 64-class loss with `Engine`, and
 updates the weights by SGD with momentum. The table also compares the floating-point operations per second of training
-with those of a large bfloat16 matrix product on the same GPU. A training step takes 6 operations per
-multiplication of the forward pass: a multiplication and an addition, for the outputs and for the gradients with respect
-to inputs and weights.
+with those of a large bfloat16 matrix product on the same GPU. For each multiplication of the forward pass, a training
+step takes 6 operations: a multiplication and an addition each for the outputs, for the gradients with respect to the
+inputs, and for the gradients with respect to the weights.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def operations(size: int) -> float:
     return 3 * 2 * multiplications
 
 
-def matrix_rate(side: int, device: torch.device) -> float:
-    """Return the floating-point operations per second of a bfloat16 matrix product."""
-    left, right = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
-    return 2 * side**3 / seconds_per_step(lambda: left @ right, 20, device)
+def matrix_rate(size: int, device: torch.device) -> float:
+    """Return the floating-point operations per second of a product of two bfloat16 matrices, size × size."""
+    left, right = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / seconds_per_step(lambda: left @ right, 20, device)
 
 
 def training_step(batch_size: int, size: int, device: torch.device) -> Callable[[], object]:
@@ -96,7 +96,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=84, help="width and height of the images in pixels")
     parser.add_argument("--batches", type=int, nargs="+", default=[64, 128, 256], help="batch sizes")
     parser.add_argument("--steps", type=int, default=30, help="steps per measurement")
-    parser.add_argument("--matrix", type=int, default=8192, help="number of rows of the matrices of the matrix product")
+    parser.add_argument("--matrix", type=int, default=8192, help="rows and columns of the multiplied matrices")
     parser.add_argument("--json", type=Path, help="file to which the results are written")
     options = parser.parse_args()
     torch.backends.cudnn.benchmark = True

@@ -1,16 +1,17 @@
-"""Time the condition numbers of candidates: as an architecture search computes them, and computed in simpler ways.
+"""Time the condition numbers of candidate networks, as an architecture search computes them and in simpler ways.
 
     python benchmarks/search.py --device cpu --channels 16 --cells 3 --json search.json
     python benchmarks/search.py --device cuda --channels 48 --cells 5 --json search.json
 
 - gradients: build the candidate's network, compute a forward and a backward pass of the summed outputs for each image,
   and multiply the matrix of all gradients by its transpose
-- batches: the same with one forward pass for all images; the backward pass of each image then goes through all images,
-  which is more computation in fewer calls
+- batches: the same with one forward pass for all images. The backward pass of each image then goes through the whole
+  batch, which is more computation in fewer calls
 - kernel: the library's MAML kernel of the empirical NTK
 - one Gram: the MAML kernel from one Gram matrix of all images
 
-By default, batches is omitted on a CPU, and kernel and one Gram on a GPU, where they take too long (see `--ways`).
+Some of these take too long: by default, "batches" is omitted on a CPU, and "kernel" and "one Gram" on a GPU (see
+`--ways`).
 
 All ways are timed in turns on the same candidates in one process, with the supernets of the first, a middle and the
 last round of a search. The time per candidate in other rounds is interpolated by the number of operators on an edge.
@@ -146,7 +147,7 @@ DEFAULT_WAYS = {"cpu": ["one Gram", "kernel", "gradients"], "cuda": ["gradients"
 
 
 def compare(operators: int, options: argparse.Namespace) -> dict[str, Any]:
-    """Return seconds per candidate, ratios and relative differences of the condition numbers for one round.
+    """Return seconds per candidate, their ratios, and relative differences of the condition numbers for one round.
 
     Args:
         operators: Number of operators on an edge.
@@ -210,7 +211,7 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=32, help="width and height of the images in pixels")
     parser.add_argument("--tasks", type=int, default=3, help="number of tasks with 5 support and 5 query images")
     parser.add_argument("--candidates", type=int, default=16, help="number of candidates for the search")
-    parser.add_argument("--plain", type=int, default=1, help="number of these candidates for the other ways")
+    parser.add_argument("--plain", type=int, default=1, help="number of these candidates that the other ways compute")
     parser.add_argument("--ways", nargs="+", choices=ALTERNATIVES, help="ways to compare with the search")
     parser.add_argument("--threads", type=int, default=2, help="number of CPU threads")
     parser.add_argument("--turns", type=int, default=2, help="number of timed turns, after a warm-up")

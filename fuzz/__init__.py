@@ -1,1 +1,1 @@
-"""Fuzzing of everything that metabridge reads; `make fuzz` runs it."""
+"""Fuzz tests of all files that metabridge reads. `make fuzz` runs them."""

@@ -20,7 +20,7 @@ CASES_PER_SAVE = 200  # number of cases after which the counts are saved
 
 @dataclass
 class Tally:
-    """The counts of the outcomes of one reader. Failures at the same line of code are stored once, with a count."""
+    """The counts of the outcomes of one reader. Failures at the same line of code are stored as one, with a count."""
 
     reader: str
     inputs: int = 0

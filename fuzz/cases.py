@@ -30,7 +30,8 @@ class Node(NamedTuple):
 
 Files = Mapping[str, bytes | Link | Node]  # by path in the folder of the case; invalid UTF-8 as surrogates
 
-# The allowed outcomes: "any" without a failure; "same" as the valid data, or an InputError; only an InputError.
+# The allowed outcomes. "any": every outcome that is not a failure; "same": the data of a valid input, or an InputError;
+# "refused": only an InputError.
 Expected = Literal["any", "same", "refused"]
 
 
@@ -74,7 +75,7 @@ class Corpus:
 
     reader: Reader
     inputs: Sequence[Files]
-    by_hand: Sequence[Hostile]
+    hand_written: Sequence[Hostile]
 
     @classmethod
     def of(cls, reader: Reader, folder: Path) -> Corpus:
@@ -83,9 +84,9 @@ class Corpus:
         return cls(reader, inputs, reader.hostile(inputs))
 
     @property
-    def fixed(self) -> int:
-        """The number of cases that are not random: valid inputs for each entry, and hand-written inputs once."""
-        return len(self.reader.entries) * len(self.inputs) + len(self.by_hand)
+    def num_fixed_cases(self) -> int:
+        """The number of cases that are not random: valid inputs once per entry, and hand-written inputs once."""
+        return len(self.reader.entries) * len(self.inputs) + len(self.hand_written)
 
     def case(self, seed: int, number: int) -> Case:
         """Return a case, which depends only on the seed, the reader and the number."""
@@ -93,11 +94,11 @@ class Corpus:
         entry, index = number % entries, number // entries
         if index < len(self.inputs):
             return Case(self.inputs[index], "same", entry)
-        if number < self.fixed:
-            return Case(*self.by_hand[number - entries * len(self.inputs)], entry)
+        if number < self.num_fixed_cases:
+            return Case(*self.hand_written[number - entries * len(self.inputs)], entry)
         rng = random.Random(f"{seed}/{self.reader.name}/{number}")
-        if self.by_hand and rng.random() < 0.02:  # possibly for another entry
-            return Case(*rng.choice(self.by_hand), entry)
+        if self.hand_written and rng.random() < 0.02:  # possibly with another entry than before
+            return Case(*rng.choice(self.hand_written), entry)
         files, expected = self.reader.change(rng.choice(self.inputs or ({},)), rng, self.inputs)
         return Case(files, expected, entry)
 

@@ -25,7 +25,7 @@ import torch
 
 from fuzz import mutate
 from fuzz.cases import Expected, Files, Hostile, Reader, lay_out
-from fuzz.images import SIZE, encoded, loaded
+from fuzz.images import SIZE, encode, load_dataset
 from metabridge.datasets import glyphs, image_cache
 from metabridge.datasets.data_check import check_dataset
 from metabridge.environments.image_tasks import LabeledImages
@@ -37,14 +37,14 @@ def changer(
     rules: Mapping[str, mutate.Change],
     chance: float = 0.5,
     *,
-    written: Expected = "any",
-    raw: Expected = "any",
+    expected_by_rule: Expected = "any",
+    expected_by_damage: Expected = "any",
     prefix: str = "",
 ) -> Change:
     """Return a function that changes one of the files whose names start with `prefix`.
 
-    With probability `chance` the file is changed by the rule for its suffix, and the expected outcome is `written`.
-    Otherwise raw bytes are changed, and the expected outcome is `raw`.
+    With probability `chance` the rule for its suffix changes the file, and the expected outcome is `expected_by_rule`.
+    Otherwise raw bytes are changed, and the expected outcome is `expected_by_damage`.
     """
 
     def change(files: Files, rng: random.Random, all_files: Sequence[Files]) -> tuple[Files, Expected]:
@@ -54,13 +54,13 @@ def changer(
         assert isinstance(other, bytes)
         rule = next((rules[ending] for ending in rules if name.endswith(ending)), None)
         if rule is not None and rng.random() < chance:
-            return {**files, name: rule(content, rng)}, written
-        return {**files, name: mutate.damage(content, rng, [other])}, raw
+            return {**files, name: rule(content, rng)}, expected_by_rule
+        return {**files, name: mutate.damage(content, rng, [other])}, expected_by_damage
 
     return change
 
 
-def pickled(value: object, protocol: int = 2) -> bytes:
+def to_pickle(value: object, protocol: int = 2) -> bytes:
     """Return a value as a pickle."""
     return pickle.dumps(value, protocol=protocol)
 
@@ -89,14 +89,16 @@ BOMBS = (
 
 
 def _mini(**changes: object) -> dict[str, object]:
+    """Return the content of a small pickle of mini-ImageNet, with changed entries."""
     grid = np.arange(4 * 4 * 4 * 3, dtype=np.uint8).reshape(4, 4, 4, 3)
     return {"image_data": grid, "class_dict": {"n01": [0, 1], "n02": [2, 3]}, **changes}
 
 
 def _mini_files(train: object, protocol: int = 2) -> Files:
-    content = train if isinstance(train, bytes) else pickled(train, protocol)
+    content = train if isinstance(train, bytes) else to_pickle(train, protocol)
     test = _mini(class_dict={"n03": [0, 2], "n04": [1, 3]})
-    return {"data/mini-imagenet-cache-train.pkl": content, "data/mini-imagenet-cache-test.pkl": pickled(test, protocol)}
+    prefix = "data/mini-imagenet-cache"
+    return {f"{prefix}-train.pkl": content, f"{prefix}-test.pkl": to_pickle(test, protocol)}
 
 
 def _hostile_mini(inputs: Sequence[Files]) -> list[Hostile]:
@@ -122,24 +124,25 @@ def _hostile_mini(inputs: Sequence[Files]) -> list[Hostile]:
 
 
 def _tiered(**changes: object) -> dict[str, object]:
+    """Return the content of a small pickle of tiered-ImageNet labels, with changed entries."""
     names = {"label_specific_str": ["oak", "elm"], "label_general_str": ["tree"]}
     return {"label_specific": np.array([0, 1, 0]), "label_general": np.array([0, 0, 0]), **names, **changes}
 
 
 def _tiered_files(labels: object, images: object = None, protocol: int = 2) -> Files:
-    pictures = [np.frombuffer(encoded(value=value), dtype=np.uint8) for value in (0, 40, 90)]
+    pictures = [np.frombuffer(encode(value=value), dtype=np.uint8) for value in (0, 40, 90)]
     files: dict[str, bytes] = {}
     for part, part_labels, part_images in (
         ("train", labels, pictures if images is None else images),
         ("test", _tiered(label_specific_str=["ash", "fir"]), pictures),
     ):
-        for end, value in (("images_png", part_images), ("labels", part_labels)):
-            files[f"data/{part}_{end}.pkl"] = value if isinstance(value, bytes) else pickled(value, protocol)
+        for suffix, value in (("images_png", part_images), ("labels", part_labels)):
+            files[f"data/{part}_{suffix}.pkl"] = value if isinstance(value, bytes) else to_pickle(value, protocol)
     return files
 
 
 def _hostile_tiered(inputs: Sequence[Files]) -> list[Hostile]:
-    png = encoded()
+    png = encode()
     numbers: tuple[Any, ...] = (0.9, -1, 2, "1", None, float("nan"), [1], 10**30)
     refused: list[object] = [
         *(_tiered(label_specific=[0, number, 0]) for number in numbers),
@@ -159,27 +162,28 @@ def _hostile_tiered(inputs: Sequence[Files]) -> list[Hostile]:
     ]
 
 
-FINE, COARSE = ("apple", "baby", "bear", "bed"), ("fruit", "people")
+FINE_NAMES, COARSE_NAMES = ("apple", "baby", "bear", "bed"), ("fruit", "people")
 
 
 def _cifar(rows: int = 4, **changes: object) -> dict[str, object]:
+    """Return the content of a small pickle of CIFAR-100 images, with changed entries."""
     data = (np.arange(rows * 3072) % 251).astype(np.uint8).reshape(rows, 3072)
     return {"data": data, "fine_labels": [0, 1, 2, 3], "coarse_labels": [0, 1, 0, 1], **changes}
 
 
 def _cifar_parts(train: object = None, meta: object = None, protocol: int = 2) -> dict[str, bytes]:
-    names = {"fine_label_names": list(FINE), "coarse_label_names": list(COARSE)}
+    names = {"fine_label_names": list(FINE_NAMES), "coarse_label_names": list(COARSE_NAMES)}
     values = {"train": train or _cifar(), "test": _cifar(), "meta": meta or names}
-    return {part: value if isinstance(value, bytes) else pickled(value, protocol) for part, value in values.items()}
+    return {part: value if isinstance(value, bytes) else to_pickle(value, protocol) for part, value in values.items()}
 
 
 def _binary_parts() -> dict[str, bytes]:
     rows = bytes([0, 0]) + bytes(3072) + bytes([1, 1]) + bytes(range(256)) * 12
-    names = {"fine_label_names.txt": "\n".join(FINE).encode(), "coarse_label_names.txt": "\n".join(COARSE).encode()}
-    return {"train.bin": rows, "test.bin": rows, **names}
+    fine, coarse = "\n".join(FINE_NAMES).encode(), "\n".join(COARSE_NAMES).encode()
+    return {"train.bin": rows, "test.bin": rows, "fine_label_names.txt": fine, "coarse_label_names.txt": coarse}
 
 
-def _below(folder: str, parts: Mapping[str, bytes]) -> Files:
+def _in_folder(folder: str, parts: Mapping[str, bytes]) -> Files:
     return {f"data/{folder}/{name}": content for name, content in parts.items()}
 
 
@@ -193,13 +197,13 @@ def _hostile_cifar(inputs: Sequence[Files]) -> list[Hostile]:
         *(_cifar(fine_labels=labels) for labels in ([0, 1, 2], None, 7)),
         *(_cifar(data=values) for values in (*wrong, data.astype("U"), np.full((4, 3072), np.nan))),
     ]
-    names = [{"fine_label_names": list(FINE)}, {"fine_label_names": 7, "coarse_label_names": 7}, 7]
-    names += [{"fine_label_names": ["unknown"] * 4, "coarse_label_names": list(COARSE)}]
+    names = [{"fine_label_names": list(FINE_NAMES)}, {"fine_label_names": 7, "coarse_label_names": 7}, 7]
+    names += [{"fine_label_names": ["unknown"] * 4, "coarse_label_names": list(COARSE_NAMES)}]
     folder = "cifar-100-python"
     return [
-        *(Hostile(_below(folder, _cifar_parts(train)), "refused") for train in (*refused, *BOMBS[:-1])),
-        *(Hostile(_below(folder, _cifar_parts(meta=meta)), "refused") for meta in (*names, *BOMBS[:-1])),
-        Hostile(_below(folder, _cifar_parts(_cifar(fine_labels=np.arange(4)))), "same"),
+        *(Hostile(_in_folder(folder, _cifar_parts(train)), "refused") for train in (*refused, *BOMBS[:-1])),
+        *(Hostile(_in_folder(folder, _cifar_parts(meta=meta)), "refused") for meta in (*names, *BOMBS[:-1])),
+        Hostile(_in_folder(folder, _cifar_parts(_cifar(fine_labels=np.arange(4)))), "same"),
     ]
 
 
@@ -207,16 +211,16 @@ def _hostile_binary(inputs: Sequence[Files]) -> list[Hostile]:
     parts, folder = _binary_parts(), "cifar-100-binary"
     row = parts["train.bin"][:3074]
     return [
-        Hostile(_below(folder, parts | {"train.bin": bytes([0, 9]) + row[2:]}), "refused"),
-        Hostile(_below(folder, parts | {"train.bin": bytes([9, 0]) + row[2:]}), "refused"),
-        Hostile(_below(folder, parts | {"train.bin": row[:-1]}), "refused"),
-        Hostile(_below(folder, parts | {"fine_label_names.txt": b"\xff\n" * 3}), "refused"),
-        Hostile(_below(folder, parts | {"train.bin": b"", "test.bin": b""}), "refused"),
-        Hostile(_below(folder, parts | {"fine_label_names.txt": b"a\n" * 10**6})),
+        Hostile(_in_folder(folder, parts | {"train.bin": bytes([0, 9]) + row[2:]}), "refused"),
+        Hostile(_in_folder(folder, parts | {"train.bin": bytes([9, 0]) + row[2:]}), "refused"),
+        Hostile(_in_folder(folder, parts | {"train.bin": row[:-1]}), "refused"),
+        Hostile(_in_folder(folder, parts | {"fine_label_names.txt": b"\xff\n" * 3}), "refused"),
+        Hostile(_in_folder(folder, parts | {"train.bin": b"", "test.bin": b""}), "refused"),
+        Hostile(_in_folder(folder, parts | {"fine_label_names.txt": b"a\n" * 10**6})),
     ]
 
 
-def _archived(folder: str, parts: Mapping[str, bytes], kinds: Mapping[str, bytes] | None = None) -> bytes:
+def _tar_gz(folder: str, parts: Mapping[str, bytes], kinds: Mapping[str, bytes] | None = None) -> bytes:
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
         for name, content in parts.items():
@@ -248,7 +252,7 @@ def _hostile_archives(inputs: Sequence[Files]) -> list[Hostile]:
     huge.size, bomb.size = 2**40, ZEROS
     packed = gzip.compress(bomb.tobuf(), mtime=0) + gzip.compress(bytes(2**24), mtime=0) * (ZEROS // 2**24)
     links = [
-        _archived(python, _cifar_parts() | {"train": target}, {"train": kind})
+        _tar_gz(python, _cifar_parts() | {"train": target}, {"train": kind})
         for kind in (b"1", b"2")
         for target in (b"../../outside/secret.png", b"/dev/zero", b"train", b"meta")
     ]
@@ -259,20 +263,20 @@ def _hostile_archives(inputs: Sequence[Files]) -> list[Hostile]:
         packed,
         b"",
         gzip.compress(b"", mtime=0),
-        _archived(python, {}),
+        _tar_gz(python, {}),
     ]
     return [Hostile({f"data/{python}.tar.gz": content}, "refused") for content in contents]
 
 
 def _drawings(part: str) -> list[tuple[str, bytes]]:
     return [
-        (f"{part}/{alphabet}/character0{number}/{number}.png", encoded("L", value=number))
+        (f"{part}/{alphabet}/character0{number}/{number}.png", encode("L", value=number))
         for alphabet in "AB"
         for number in (1, 2)
     ]
 
 
-def _omniglot() -> Files:
+def _omniglot_files() -> Files:
     parts = ("images_background", "images_evaluation")
     return {f"data/{part}.zip": mutate.zip_archive(_drawings(part), zipfile.ZIP_STORED) for part in parts}
 
@@ -311,10 +315,10 @@ def _hostile_omniglot(inputs: Sequence[Files]) -> list[Hostile]:
     return [Hostile({**valid_files, name: content}) for content in contents]
 
 
-def _tables(rows: Sequence[Sequence[str]]) -> Files:
+def _csv_dataset(rows: Sequence[Sequence[str]]) -> Files:
     stream = io.StringIO()
     csv.writer(stream).writerows([["filename", "label"], *rows])
-    images = {f"data/images/{name}.png": encoded(value=index) for index, name in enumerate("abcd")}
+    images = {f"data/images/{name}.png": encode(value=index) for index, name in enumerate("abcd")}
     test = b"filename,label\nc.png,n3\nd.png,n4\n"
     return {"data/train.csv": stream.getvalue().encode("utf-8", "surrogatepass"), "data/test.csv": test, **images}
 
@@ -339,7 +343,7 @@ def change_table(data: bytes, rng: random.Random) -> bytes:
     return text.encode("utf-8", "surrogatepass")
 
 
-def _hostile_tables(inputs: Sequence[Files]) -> list[Hostile]:
+def _hostile_csv_dataset(inputs: Sequence[Files]) -> list[Hostile]:
     good = ["a.png", "n1"]
     rows = [[good, [file_name, "n2"]] for file_name in (*mutate.NAMES, "../../../outside/secret.png", "x" * 200_000)]
     rows += [[good, ["b.png", file_name]] for file_name in (*mutate.NAMES, "x" * 200_000)]
@@ -353,36 +357,43 @@ def _hostile_tables(inputs: Sequence[Files]) -> list[Hostile]:
         b"filename,label\na.png\n",
     ]
     contents.append(b"filename,label" + b",x" * 20_000 + b"\n" + b"a.png,n1\n" * 20_000 + b"a.png\n")
-    valid_files = _tables([good])
+    valid_files = _csv_dataset([good])
     return [
-        *(Hostile(_tables(each)) for each in rows),
+        *(Hostile(_csv_dataset(each)) for each in rows),
         *(Hostile({**valid_files, "data/train.csv": text}) for text in contents),
     ]
 
 
-NAMED = {"info": {"features": {"label": {"names": ["cat", "dog"]}}}}
-WORDNET = {"info": {"features": {"label": {"names": [f"n{number:08}" for number in range(100)]}}}}
+NAMES_METADATA = {"info": {"features": {"label": {"names": ["cat", "dog"]}}}}
+WORDNET_METADATA = {"info": {"features": {"label": {"names": [f"n{number:08}" for number in range(100)]}}}}
 
 
-def _table(images: Sequence[Any], labels: Sequence[Any], notes: object = None, column: str = "image") -> bytes:
+def _parquet_file(
+    images: Sequence[Any], labels: Sequence[Any], metadata: object = None, column: str = "image"
+) -> bytes:
     table = pyarrow.table({column: images, "label": labels})
-    if notes is not None:
-        table = table.replace_schema_metadata({"huggingface": notes if isinstance(notes, str) else json.dumps(notes)})
+    if metadata is not None:
+        text = metadata if isinstance(metadata, str) else json.dumps(metadata)
+        table = table.replace_schema_metadata({"huggingface": text})
     stream = io.BytesIO()
     pyarrow.parquet.write_table(table, stream, compression="none", write_statistics=False)
     return stream.getvalue()
 
 
-def _pictured(*values: int) -> list[dict[str, object]]:
-    return [{"bytes": encoded(value=value), "path": f"{value}.png"} for value in values]
+def _image_column(*values: int) -> list[dict[str, object]]:
+    return [{"bytes": encode(value=value), "path": f"{value}.png"} for value in values]
 
 
-def _parquets(folder: Path) -> list[Files]:
+def _parquet_datasets(folder: Path) -> list[Files]:
     contents = [
-        _table(_pictured(0, 40, 80, 120), labels, notes)
-        for labels, notes in (([0, 1, 0, 1], NAMED), (["a", "b", "a", None], None), ([0, 1, -1, 1], WORDNET))
+        _parquet_file(_image_column(0, 40, 80, 120), labels, metadata)
+        for labels, metadata in (
+            ([0, 1, 0, 1], NAMES_METADATA),
+            (["a", "b", "a", None], None),
+            ([0, 1, -1, 1], WORDNET_METADATA),
+        )
     ]
-    contents.append(_table([each["bytes"] for each in _pictured(0, 40)], [0, 1], column="img"))
+    contents.append(_parquet_file([each["bytes"] for each in _image_column(0, 40)], [0, 1], column="img"))
     return [{"data/train.parquet": content} for content in contents]
 
 
@@ -403,12 +414,12 @@ def change_parquet(data: bytes, rng: random.Random) -> bytes:
     if rng.random() < 0.5:
         size = int.from_bytes(data[-8:-4], "little") + 8
         return data[:-size] + mutate.damage(data[-size:], rng)
-    notes = mutate.change_json(json.dumps(NAMED).encode(), rng).decode("utf-8", "replace")
-    images = rng.choice((_pictured(0, 40), rng.choice(COLUMNS)))
-    return _table(images, rng.choice(COLUMNS), rng.choice((None, notes, NAMED)))
+    metadata = mutate.change_json(json.dumps(NAMES_METADATA).encode(), rng).decode("utf-8", "replace")
+    images = rng.choice((_image_column(0, 40), rng.choice(COLUMNS)))
+    return _parquet_file(images, rng.choice(COLUMNS), rng.choice((None, metadata, NAMES_METADATA)))
 
 
-def _repeated(image: bytes, label: object) -> bytes:
+def _repeated_row(image: bytes, label: object) -> bytes:
     """Return a file with one stored row that is repeated 1536 times."""
     rows = pyarrow.array(np.zeros(ZEROS // 2**20, dtype=np.int32))
     columns = {
@@ -433,11 +444,11 @@ def _packed_image() -> bytes:
 def _hostile_parquets(inputs: Sequence[Files]) -> list[Hostile]:
     outside = [{"bytes": None, "path": path} for path in mutate.NAMES if "\ud800" not in path]
     contents = [
-        *(_table([*_pictured(0), each], ["a", "b"]) for each in outside),
-        *(_table(_pictured(0, 40), column) for column in COLUMNS),
+        *(_parquet_file([*_image_column(0), each], ["a", "b"]) for each in outside),
+        *(_parquet_file(_image_column(0, 40), column) for column in COLUMNS),
         *(
-            _table(_pictured(0, 40), [0, 1], notes)
-            for notes in (
+            _parquet_file(_image_column(0, 40), [0, 1], metadata)
+            for metadata in (
                 "[" * mutate.NESTING_DEPTH,
                 "{",
                 "null",
@@ -446,11 +457,11 @@ def _hostile_parquets(inputs: Sequence[Files]) -> list[Hostile]:
             )
         ),
         *(
-            _table(_pictured(0, 40), [0, 1], {"info": {"features": {"label": {"names": names}}}})
+            _parquet_file(_image_column(0, 40), [0, 1], {"info": {"features": {"label": {"names": names}}}})
             for names in ([], [None, 1], {"a": 1}, ["x"] * 10**5)
         ),
-        _repeated(b"\0" * 2**20, 0),
-        _repeated(b"", "x" * 2**20),
+        _repeated_row(b"\0" * 2**20, 0),
+        _repeated_row(b"", "x" * 2**20),
         _packed_image(),
         b"PAR1PAR1",
         b"",
@@ -458,17 +469,17 @@ def _hostile_parquets(inputs: Sequence[Files]) -> list[Hostile]:
     return [Hostile({"data/train.parquet": content}) for content in contents]
 
 
-def _cached(folder: Path) -> list[Files]:
+def _folders_with_cache(folder: Path) -> list[Files]:
     """Return a folder of images with the cache that the library creates for it."""
-    images = {f"data/{name}/{image}.png": encoded(value=image) for name in ("cat", "dog", "elm") for image in (0, 50)}
+    images = {f"data/{name}/{image}.png": encode(value=image) for name in ("cat", "dog", "elm") for image in (0, 50)}
     lay_out(folder, images)
-    loaded("folder", folder, size=SIZE)
+    load_dataset("folder", folder, size=SIZE)
     cache = {f"cache/{file.name}": file.read_bytes() for file in sorted((folder / "cache").iterdir())}
     assert len(cache) >= 2
     return [images | cache]
 
 
-ODD: tuple[Any, ...] = (None, 7, [], {}, "x", [10**9] * 4, [-1], [[1]])
+UNEXPECTED_VALUES: tuple[Any, ...] = (None, 7, [], {}, "x", [10**9] * 4, [-1], [[1]])
 
 
 def _hostile_caches(inputs: Sequence[Files]) -> list[Hostile]:
@@ -480,10 +491,11 @@ def _hostile_caches(inputs: Sequence[Files]) -> list[Hostile]:
             assert isinstance(content, bytes)
             index = json.loads(content)
             texts = [b"", b"[" * mutate.NESTING_DEPTH, b"null", b"7", b"[]", b"{}"]
-            texts += [json.dumps(index | {key: value}).encode() for key in index for value in ODD]
+            texts += [json.dumps(index | {key: value}).encode() for key in index for value in UNEXPECTED_VALUES]
             cases += [Hostile({**valid_files, name: text}, "same") for text in texts]
             del index["checksum"]
-            forged = [index | {key: value} for key in ("shape", "labels", "classes", "same", "blocks") for value in ODD]
+            keys = ("shape", "labels", "classes", "same", "blocks")
+            forged = [index | {key: value} for key in keys for value in UNEXPECTED_VALUES]
             forged += [index | {"labels": [value] * 6} for value in (-1, 3, 10**12, 0.5)]
             sealed = (json.dumps({**entry, "checksum": image_cache._checksum(entry)}).encode() for entry in forged)
             cases += [Hostile({**valid_files, name: text}) for text in sealed]
@@ -503,18 +515,18 @@ def _few_glyphs() -> LabeledImages:
 
 
 def read_glyphs(folder: Path) -> object:
-    """Load the glyphs; if the cache is damaged, only a few are drawn."""
+    """Load the glyphs. If the cache is damaged, only a few glyphs are drawn."""
     with mock.patch.object(glyphs, "_draw", return_value=_few_glyphs()):
         return glyphs.load_glyphs(cache=folder / "cache")
 
 
-def _drawn(folder: Path) -> list[Files]:
+def _glyph_caches(folder: Path) -> list[Files]:
     read_glyphs(folder)
     return [{f"cache/{file.name}": file.read_bytes() for file in sorted((folder / "cache").iterdir())}]
 
 
 def _entries(*names: str, size: int | None = None) -> tuple[Callable[[Path], object], ...]:
-    return (*(partial(loaded, name, size=size) for name in names), lambda folder: check_dataset(folder / "data"))
+    return (*(partial(load_dataset, name, size=size) for name in names), lambda folder: check_dataset(folder / "data"))
 
 
 PICKLE: dict[str, mutate.Change] = {
@@ -529,7 +541,7 @@ DATASET_READERS = (
     Reader(
         "omniglot",
         _entries("omniglot"),
-        lambda folder: [_omniglot()],
+        lambda folder: [_omniglot_files()],
         changer({".zip": partial(mutate.change_zip, inner=mutate.change_png)}),
         _hostile_omniglot,
     ),
@@ -543,9 +555,9 @@ DATASET_READERS = (
     Reader(
         "mini-imagenet-csv",
         _entries("mini-imagenet", size=SIZE),
-        lambda folder: [_tables([["a.png", "n1"], ["b.png", "n2"]])],
+        lambda folder: [_csv_dataset([["a.png", "n1"], ["b.png", "n2"]])],
         changer({".csv": change_table}, 0.7, prefix="data/t"),
-        _hostile_tables,
+        _hostile_csv_dataset,
     ),
     Reader(
         "tiered-imagenet-pickle",
@@ -557,14 +569,14 @@ DATASET_READERS = (
     Reader(
         "cifar-python",
         _entries(*CIFAR),
-        lambda folder: [_below("cifar-100-python", _cifar_parts(protocol=protocol)) for protocol in PROTOCOLS],
+        lambda folder: [_in_folder("cifar-100-python", _cifar_parts(protocol=protocol)) for protocol in PROTOCOLS],
         changer(PICKLE, 0.6),
         _hostile_cifar,
     ),
     Reader(
         "cifar-binary",
         _entries(*CIFAR),
-        lambda folder: [_below("cifar-100-binary", _binary_parts())],
+        lambda folder: [_in_folder("cifar-100-binary", _binary_parts())],
         changer({}),
         _hostile_binary,
     ),
@@ -572,8 +584,8 @@ DATASET_READERS = (
         "cifar-archive",
         _entries("cifar-fs"),
         lambda folder: [
-            {"data/cifar-100-python.tar.gz": _archived("cifar-100-python", _cifar_parts())},
-            {"data/cifar-100-binary.tar.gz": _archived("cifar-100-binary", _binary_parts())},
+            {"data/cifar-100-python.tar.gz": _tar_gz("cifar-100-python", _cifar_parts())},
+            {"data/cifar-100-binary.tar.gz": _tar_gz("cifar-100-binary", _binary_parts())},
         ],
         changer({".tar.gz": change_archive}, 0.8),
         _hostile_archives,
@@ -581,26 +593,26 @@ DATASET_READERS = (
     Reader(
         "parquet",
         (
-            partial(loaded, "parquet", size=SIZE),
-            partial(loaded, "mini-imagenet", size=SIZE),
+            partial(load_dataset, "parquet", size=SIZE),
+            partial(load_dataset, "mini-imagenet", size=SIZE),
             lambda folder: check_dataset(folder / "data"),
         ),
-        _parquets,
+        _parquet_datasets,
         changer({".parquet": change_parquet}, 0.7),
         _hostile_parquets,
     ),
     Reader(
         "decoded-cache",
-        (partial(loaded, "folder", size=SIZE),),
-        _cached,
-        changer({".json": mutate.change_json}, written="same", raw="same", prefix="cache/"),
+        (partial(load_dataset, "folder", size=SIZE),),
+        _folders_with_cache,
+        changer({".json": mutate.change_json}, expected_by_rule="same", expected_by_damage="same", prefix="cache/"),
         _hostile_caches,
     ),
     Reader(
         "glyphs-cache",
         (read_glyphs,),
-        _drawn,
-        changer({".npz": mutate.change_zip}, raw="same"),
+        _glyph_caches,
+        changer({".npz": mutate.change_zip}, expected_by_damage="same"),
         lambda inputs: [Hostile({name: _zip_bomb("superclasses.npy")}, "same") for name in inputs[0]],
     ),
 )

@@ -27,10 +27,10 @@ from metabridge.environments.image_tasks import LabeledImages
 from metabridge.errors import InputError
 from metabridge.inference.image_input import convert_images
 
-SIZE = 8  # of decoded images
+SIZE = 8  # height and width of decoded images
 
 
-def encoded(mode: str = "RGB", form: str = "png", value: int = 0, **options: object) -> bytes:
+def encode(mode: str = "RGB", form: str = "png", value: int = 0, **options: object) -> bytes:
     """Return the bytes of a small image file whose pixels differ."""
     grid = (np.arange(6 * 5 * 4, dtype=np.uint8) * 2 + value).reshape(5, 6, 4)
     image = Image.fromarray(grid, "RGBA").convert("RGB" if mode in ("P", "1", "F", "I", "I;16", "CMYK") else mode)
@@ -45,12 +45,12 @@ def encoded(mode: str = "RGB", form: str = "png", value: int = 0, **options: obj
     return stream.getvalue()
 
 
-def loaded(name: str, folder: Path, **options: object) -> LabeledImages:
+def load_dataset(name: str, folder: Path, **options: object) -> LabeledImages:
     """Load a data set from the folder of a case."""
     return load(name, folder / "data", **options)  # type: ignore[arg-type]
 
 
-def command(*arguments: str) -> tuple[int, str]:
+def run_command(*arguments: str) -> tuple[int, str]:
     """Run the command line, and return its status and its output, which must not contain escape codes.
 
     Raise `InputError` for status 2.
@@ -64,26 +64,26 @@ def command(*arguments: str) -> tuple[int, str]:
     ):
         try:
             cli.main()
-        except SystemExit as end:
-            status = end.code
+        except SystemExit as error:
+            status = error.code
     text = stdout.getvalue() + stderr.getvalue()
     text.encode()  # must be valid UTF-8
-    control = [code for code in text if ord(code) < 32 and code not in "\n\t\r"]
-    assert not control, f"control characters are printed: {control[:3]}"
+    control_characters = [code for code in text if ord(code) < 32 and code not in "\n\t\r"]
+    assert not control_characters, f"control characters are printed: {control_characters[:3]}"
     assert status in (0, 1, 2), f"the status is {status}"
     if status == 2:
         raise InputError(" ".join(text.split()))
     return int(str(status)), text
 
 
-def one_image(folder: Path) -> object:
-    """Read only the changed image, as a classifier does."""
+def read_changed_image(folder: Path) -> object:
+    """Read only the changed image, in the same way as a classifier."""
     (file,) = (folder / "data" / "b").iterdir()
     return convert_images([file], DecodeOptions(size=SIZE, channels=3))
 
 
-def _around(ending: str, content: bytes) -> Files:
-    return {"data/a/1.png": encoded("L"), f"data/b/1.{ending}": content}
+def _folder_with_image(ending: str, content: bytes) -> Files:
+    return {"data/a/1.png": encode("L"), f"data/b/1.{ending}": content}
 
 
 def image_reader(
@@ -97,15 +97,15 @@ def image_reader(
         assert isinstance(content, bytes)
         assert isinstance(other, bytes)
         if ending == "png" and rng.random() < 0.6:
-            return _around(ending, mutate.change_png(content, rng)), "any"
-        return _around(ending, mutate.damage(content, rng, [other])), "any"
+            return _folder_with_image(ending, mutate.change_png(content, rng)), "any"
+        return _folder_with_image(ending, mutate.damage(content, rng, [other])), "any"
 
     return Reader(
         f"image-{ending}",
-        (one_image, partial(loaded, "folder", size=SIZE), lambda folder: check_dataset(folder / "data")),
-        lambda folder: [_around(ending, content) for content in contents()],
+        (read_changed_image, partial(load_dataset, "folder", size=SIZE), lambda folder: check_dataset(folder / "data")),
+        lambda folder: [_folder_with_image(ending, content) for content in contents()],
         change,
-        lambda inputs: [Hostile(_around(ending, content)) for content in hostile()],
+        lambda inputs: [Hostile(_folder_with_image(ending, content)) for content in hostile()],
     )
 
 
@@ -116,8 +116,8 @@ def _header(width: int, height: int, depth: int = 8, colors: int = 2) -> tuple[b
 EPS = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 5 5\n%%EndComments\n(x) run\n%%EOF\n"
 
 
-def _foreign() -> list[bytes]:
-    """Return files of formats that are not accepted, to be stored under an accepted suffix."""
+def _unsupported_formats() -> list[bytes]:
+    """Return files of unsupported formats, which are stored with the suffix of a supported format."""
     files = [EPS, b"\xc5\xd0\xd3\xc6" + struct.pack("<6I", 32, len(EPS), 0, 0, 0, 0) + b"\0\0\0\0" + EPS]
     files += [
         b"<svg xmlns='http://www.w3.org/2000/svg'/>",
@@ -133,37 +133,37 @@ def _foreign() -> list[bytes]:
     ]
     for form in ("TGA", "PCX", "SGI", "DDS", "IM", "PDF", "JPEG2000", "ICO", "MSP", "XBM"):
         try:
-            files.append(encoded("1" if form in ("MSP", "XBM") else "RGB", form))
+            files.append(encode("1" if form in ("MSP", "XBM") else "RGB", form))
         except (OSError, KeyError, ValueError):
             continue  # this Pillow cannot write the format
     return files
 
 
 def _png_bombs() -> list[bytes]:
-    zeros = zlib.compressobj(9)
-    stream = b"".join(zeros.compress(bytes(2**20)) for _ in range(64)) + zeros.flush()
-    start, end, some = _header(5, 5), (b"IEND", b""), (b"IDAT", zlib.compress(bytes(80)))
+    compressor = zlib.compressobj(9)
+    stream = b"".join(compressor.compress(bytes(2**20)) for _ in range(64)) + compressor.flush()
+    header, end, pixels = _header(5, 5), (b"IEND", b""), (b"IDAT", zlib.compress(bytes(80)))
     return [
         *(
-            mutate.png_file([_header(side, side, depth, colors), some, end])
-            for side in (13000, 23000, 60000, 2**31 - 1)
+            mutate.png_file([_header(size, size, depth, colors), pixels, end])
+            for size in (13000, 23000, 60000, 2**31 - 1)
             for depth, colors in ((8, 2), (1, 0), (16, 6))
         ),
         mutate.png_file([_header(22000, 22000, 1, 0), (b"IDAT", stream), end]),
         mutate.png_file([_header(5000, 5000, 8, 0), (b"IDAT", stream), end]),
-        mutate.png_file([start, (b"zTXt", b"a\0\0" + stream), some, end]),
-        mutate.png_file([start, (b"iCCP", b"a\0\0" + stream), some, end]),
-        mutate.png_file([start, *[(b"tEXt", b"a\0b")] * 20000, some, end]),
+        mutate.png_file([header, (b"zTXt", b"a\0\0" + stream), pixels, end]),
+        mutate.png_file([header, (b"iCCP", b"a\0\0" + stream), pixels, end]),
+        mutate.png_file([header, *[(b"tEXt", b"a\0b")] * 20000, pixels, end]),
         mutate.png_file([_header(50_000_000, 1, 8, 0), (b"IDAT", zlib.compress(bytes(50_000_001))), end]),
-        mutate.png_file([start, (b"acTL", struct.pack(">II", 2**31 - 1, 0)), some, end]),
-        *_foreign(),
+        mutate.png_file([header, (b"acTL", struct.pack(">II", 2**31 - 1, 0)), pixels, end]),
+        *_unsupported_formats(),
     ]
 
 
-def _png() -> list[bytes]:
+def _png_files() -> list[bytes]:
     return [
-        *(encoded(mode, "png") for mode in ("RGB", "L", "RGBA", "LA", "P", "1", "I;16")),
-        encoded("P", "png", transparency=3),
+        *(encode(mode, "png") for mode in ("RGB", "L", "RGBA", "LA", "P", "1", "I;16")),
+        encode("P", "png", transparency=3),
     ]
 
 
@@ -172,7 +172,7 @@ def _jpeg_bombs() -> list[bytes]:
     Image.new("L", (7000, 7000)).save(stream, "jpeg", progressive=True)
     content = stream.getvalue()
     last = content.rindex(b"\xff\xda")
-    return [content[:-2] + content[last : last + 10] * 10_000 + content[-2:], *_foreign()]
+    return [content[:-2] + content[last : last + 10] * 10_000 + content[-2:], *_unsupported_formats()]
 
 
 def _bmp_jump() -> bytes:
@@ -181,42 +181,42 @@ def _bmp_jump() -> bytes:
     return struct.pack("<2sIHHI", b"BM", 1084, 0, 0, 1078) + header + bytes(1024) + b"\0\x02\xff\xff\0\1"
 
 
-def _jpeg() -> list[bytes]:
+def _jpeg_files() -> list[bytes]:
     tags = Image.Exif()
     tags[0x0112] = 6
-    images = [encoded(mode, "jpeg") for mode in ("RGB", "L", "CMYK")]
-    return [*images, encoded("RGB", "jpeg", progressive=True), encoded("RGB", "jpeg", exif=tags)]
+    images = [encode(mode, "jpeg") for mode in ("RGB", "L", "CMYK")]
+    return [*images, encode("RGB", "jpeg", progressive=True), encode("RGB", "jpeg", exif=tags)]
 
 
 def _animated(form: str, **options: object) -> bytes:
     stream = io.BytesIO()
-    first, second = (Image.open(io.BytesIO(encoded("RGB", value=value))) for value in (0, 90))
+    first, second = (Image.open(io.BytesIO(encode("RGB", value=value))) for value in (0, 90))
     first.save(stream, form, save_all=True, append_images=[second], **options)
     return stream.getvalue()
 
 
-def _tiff() -> list[bytes]:
-    images = [encoded(mode, "tiff") for mode in ("RGB", "L", "1", "I;16", "F", "P", "CMYK", "RGBA")]
+def _tiff_files() -> list[bytes]:
+    images = [encode(mode, "tiff") for mode in ("RGB", "L", "1", "I;16", "F", "P", "CMYK", "RGBA")]
     return [
         *images,
-        *(encoded("RGB", "tiff", compression=method) for method in ("tiff_lzw", "tiff_deflate", "jpeg", "packbits")),
+        *(encode("RGB", "tiff", compression=method) for method in ("tiff_lzw", "tiff_deflate", "jpeg", "packbits")),
     ]
 
 
-def _large_sides(content: bytes, offsets: Sequence[int], layout: str) -> list[bytes]:
+def _with_other_sizes(content: bytes, offsets: Sequence[int], layout: str) -> list[bytes]:
     """Return copies of a file with other widths and heights in its header."""
     files = []
-    for sides in ((13000, 13000), (30000, 30000), (65535, 65535), (0, 5), (5, 0), (1, 65535)):
+    for size in ((13000, 13000), (30000, 30000), (65535, 65535), (0, 5), (5, 0), (1, 65535)):
         changed = bytearray(content)
-        for offset, side in zip(offsets, sides):
-            struct.pack_into(layout, changed, offset, side)
+        for offset, length in zip(offsets, size):
+            struct.pack_into(layout, changed, offset, length)
         files.append(bytes(changed))
     return files
 
 
 def _tiff_bombs() -> list[bytes]:
     files = []
-    for content in _tiff()[:1] + _tiff()[8:10]:
+    for content in _tiff_files()[:1] + _tiff_files()[8:10]:
         for old, new in ((6, 60000), (6, 13000), (5, 60000)):
             files.append(
                 content.replace(
@@ -234,60 +234,66 @@ def _tiff_bombs() -> list[bytes]:
     entries = [struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items()]
     entries.insert(6, struct.pack("<HHI4s", 322, 2, 4, b"aaa"))  # the tile width as text
     files.append(b"II*\0" + struct.pack("<IH", 8, len(entries)) + b"".join(entries) + bytes(4))
-    return [*files, *_foreign()]
+    return [*files, *_unsupported_formats()]
 
 
 IMAGE_READERS = (
-    image_reader("png", _png, _png_bombs),
-    image_reader("jpg", _jpeg, _jpeg_bombs),
+    image_reader("png", _png_files, _png_bombs),
+    image_reader("jpg", _jpeg_files, _jpeg_bombs),
     image_reader(
         "bmp",
-        lambda: [encoded(mode, "bmp") for mode in ("RGB", "L", "1", "P")],
+        lambda: [encode(mode, "bmp") for mode in ("RGB", "L", "1", "P")],
         lambda: [
-            *_large_sides(encoded("RGB", "bmp"), (18, 22), "<i"),
-            *_large_sides(encoded("1", "bmp"), (18, 22), "<i"),
+            *_with_other_sizes(encode("RGB", "bmp"), (18, 22), "<i"),
+            *_with_other_sizes(encode("1", "bmp"), (18, 22), "<i"),
             _bmp_jump(),
-            *_foreign(),
+            *_unsupported_formats(),
         ],
     ),
     image_reader(
         "gif",
-        lambda: [encoded("P", "gif"), encoded("L", "gif"), _animated("gif")],
-        lambda: [*_large_sides(encoded("P", "gif"), (6, 8), "<H"), *_foreign()],
+        lambda: [encode("P", "gif"), encode("L", "gif"), _animated("gif")],
+        lambda: [*_with_other_sizes(encode("P", "gif"), (6, 8), "<H"), *_unsupported_formats()],
     ),
     image_reader(
         "webp",
-        lambda: [encoded("RGB", "webp"), encoded("RGBA", "webp", lossless=True), _animated("webp", lossless=True)],
-        lambda: [*_large_sides(encoded("RGB", "webp"), (26, 28), "<H"), *_foreign()],
+        lambda: [encode("RGB", "webp"), encode("RGBA", "webp", lossless=True), _animated("webp", lossless=True)],
+        lambda: [*_with_other_sizes(encode("RGB", "webp"), (26, 28), "<H"), *_unsupported_formats()],
     ),
     *(
-        [image_reader("avif", lambda: [encoded("RGB", "avif"), encoded("RGBA", "avif"), _animated("avif")], _foreign)]
+        [
+            image_reader(
+                "avif",
+                lambda: [encode("RGB", "avif"), encode("RGBA", "avif"), _animated("avif")],
+                _unsupported_formats,
+            )
+        ]
         if features.check("avif")
         else []
     ),
-    image_reader("tif", _tiff, _tiff_bombs),
+    image_reader("tif", _tiff_files, _tiff_bombs),
     image_reader(
         "ppm",
         lambda: (
-            [encoded(mode, "ppm") for mode in ("RGB", "L", "1")] + [b"P3 2 1 255\n1 2 3 4 5 6\n", b"P1 2 2\n0 1 1 0\n"]
+            [encode(mode, "ppm") for mode in ("RGB", "L", "1")] + [b"P3 2 1 255\n1 2 3 4 5 6\n", b"P1 2 2\n0 1 1 0\n"]
         ),
         lambda: [
             b"P6 60000 60000 255\n" + bytes(9),
             b"P5 30000 30000 65535\n",
             b"P2 3 1 255\n9999999 -1 x",
             b"P4 99999 99999\n",
-            *_foreign(),
+            *_unsupported_formats(),
         ],
     ),
 )
 
 
-# Folders: names, links, pipes and empty folders are changed.
+# Folders of images, to which files with unusual names, links, pipes and empty folders are added.
 
 FOLDERS: tuple[Files, ...] = (
-    {f"data/{name}/{image}.png": encoded(value=image) for name in ("cat", "dog", "elm", "oak") for image in (0, 1)},
+    {f"data/{name}/{image}.png": encode(value=image) for name in ("cat", "dog", "elm", "oak") for image in (0, 1)},
     {
-        f"data/{split}/x/{name}{split}/0.png": encoded(value=index)
+        f"data/{split}/x/{name}{split}/0.png": encode(value=index)
         for index, split in enumerate(("train", "val", "test"))
         for name in "ab"
     },
@@ -321,9 +327,9 @@ def change_folder(files: Files, rng: random.Random, all_files: Sequence[Files]) 
             else str(name).encode("utf-8", "surrogatepass").decode("utf-8", "surrogateescape")
         )
         if kind == 0:
-            changed[f"{base}/{name}.png"] = encoded()
+            changed[f"{base}/{name}.png"] = encode()
         elif kind == 1:
-            changed[f"{base}/../{name}/1.png".replace("/x/..", "")] = encoded(value=40)
+            changed[f"{base}/../{name}/1.png".replace("/x/..", "")] = encode(value=40)
         elif kind == 2:
             ending = rng.choice((".png", "", ".parquet", ".pkl", ".zip", ".json"))
             changed[f"{base}/link{ending}"] = Link(rng.choice(LINKS))
@@ -332,9 +338,9 @@ def change_folder(files: Files, rng: random.Random, all_files: Sequence[Files]) 
         elif kind == 4:
             changed[f"{base}/empty{rng.randrange(3)}"] = Node("folder")
         elif kind == 5:
-            changed[f"{base}/{'d/' * rng.choice((3, 30, 300))}1.png"] = encoded()
+            changed[f"{base}/{'d/' * rng.choice((3, 30, 300))}1.png"] = encode()
         elif kind == 6:
-            changed[os.fsdecode(f"{base}/".encode() + rng.choice(RAW_NAMES) + b".png")] = encoded()
+            changed[os.fsdecode(f"{base}/".encode() + rng.choice(RAW_NAMES) + b".png")] = encode()
         else:
             name = rng.choice(
                 (
@@ -347,7 +353,7 @@ def change_folder(files: Files, rng: random.Random, all_files: Sequence[Files]) 
                 )
             )
             changed[f"data/{name}"] = rng.choice(
-                (Link(".."), Link("/dev/zero"), Node("pipe"), Node("folder"), b"", encoded())
+                (Link(".."), Link("/dev/zero"), Node("pipe"), Node("folder"), b"", encode())
             )
     return changed, "any"
 
@@ -360,8 +366,8 @@ def _hostile_folders(inputs: Sequence[Files]) -> list[Hostile]:
         Hostile({**base, "data/cat/zero.png": Link("/dev/zero")}),
         Hostile({**base, "data/zeros": Link("/dev")}),
         Hostile({**base, "data/cat/eps.png": EPS}),
-        Hostile({**base, "data/\udcff\udcfe/1.png": encoded()}),
-        Hostile({**base, "data/[/]a/1.png": encoded(), "data/\x1b[31mred/1.png": b"no image"}),
+        Hostile({**base, "data/\udcff\udcfe/1.png": encode()}),
+        Hostile({**base, "data/[/]a/1.png": encode(), "data/\x1b[31mred/1.png": b"no image"}),
         Hostile({"data": Link("data")}, "refused"),
         Hostile({"data": Node("pipe")}, "refused"),
         Hostile({"data": Link("/dev/zero")}, "refused"),
@@ -377,7 +383,7 @@ FOLDER_READER = Reader(
     (
         lambda folder: load(folder / "data", size=SIZE),
         lambda folder: check_dataset(folder / "data"),
-        lambda folder: command("data", "check", str(folder / "data"), "--ways", "2", "--queries", "1"),
+        lambda folder: run_command("data", "check", str(folder / "data"), "--ways", "2", "--queries", "1"),
     ),
     lambda folder: FOLDERS,
     change_folder,

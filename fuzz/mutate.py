@@ -70,7 +70,7 @@ def damage(data: bytes, rng: random.Random, others: Sequence[bytes] = ()) -> byt
     True
     """
     for _ in range(rng.choice((1, 1, 1, 2, 4))):
-        changes = (*RAW, *(lambda data, rng, other=other: _splice(data, other, rng) for other in others[:1]))
+        changes = (*RAW_CHANGES, *(lambda data, rng, other=other: _splice(data, other, rng) for other in others[:1]))
         data = rng.choice(changes)(data, rng)
     return data
 
@@ -102,28 +102,28 @@ def _set_number(data: bytes, rng: random.Random) -> bytes:
     return data[:start] + raw + data[start + size :]
 
 
-def _range(data: bytes, rng: random.Random) -> tuple[int, int]:
+def _random_range(data: bytes, rng: random.Random) -> tuple[int, int]:
     start = rng.randint(0, len(data))
     return start, min(len(data), start + rng.choice((1, 2, 4, 16, 64, rng.randint(0, len(data)))))
 
 
 def _delete(data: bytes, rng: random.Random) -> bytes:
-    start, end = _range(data, rng)
+    start, end = _random_range(data, rng)
     return data[:start] + data[end:]
 
 
 def _duplicate(data: bytes, rng: random.Random) -> bytes:
-    start, end = _range(data, rng)
+    start, end = _random_range(data, rng)
     return data[:end] + data[start:end] * rng.choice((1, 1, 3, 50)) + data[end:]
 
 
 def _insert(data: bytes, rng: random.Random) -> bytes:
-    start, _ = _range(data, rng)
+    start, _ = _random_range(data, rng)
     return data[:start] + rng.randbytes(rng.choice((1, 2, 8, 100))) + data[start:]
 
 
 def _fill(data: bytes, rng: random.Random) -> bytes:
-    start, end = _range(data, rng)
+    start, end = _random_range(data, rng)
     return data[:start] + rng.choice((b"\0", b"\xff", b"A")) * (end - start) + data[end:]
 
 
@@ -140,14 +140,14 @@ def _splice(data: bytes, other: bytes, rng: random.Random) -> bytes:
     return data[: int(fraction * len(data))] + other[int(rng.choice((fraction, rng.random())) * len(other)) :]
 
 
-RAW: tuple[Change, ...] = (
+RAW_CHANGES: tuple[Change, ...] = (
     *(_flip_bits, _flip_bits, _set_bytes, _set_number, _set_number),
     *(_delete, _duplicate, _insert, _fill, _truncate, _append),
 )
 
 
 def change_value(value: Any, rng: random.Random) -> Any:
-    """Return plain data (dictionaries, lists, numbers, text) with one item changed, removed, added or repeated."""
+    """Return plain data (dictionaries, lists, numbers, text) with a changed, removed, added or repeated item."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         key = rng.choice(list(value))
         kind = rng.random()

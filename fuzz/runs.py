@@ -15,13 +15,13 @@ from unittest import mock
 
 import numpy as np
 import torch
-from safetensors.torch import load as tensors_of
+from safetensors.torch import load as load_tensors
 from safetensors.torch import save
 
 from fuzz import mutate
 from fuzz.cases import Expected, Files, Hostile, Link, Node, Reader, lay_out
 from fuzz.datasets import changer
-from fuzz.images import command
+from fuzz.images import run_command
 from metabridge.environments import LabeledImages, Sinusoid
 from metabridge.errors import InputError
 from metabridge.experiments import ExperimentOptions
@@ -46,22 +46,28 @@ SETTINGS = TrainingConfig(iterations=4, batch_size=2, validate_every=2, validate
 
 
 @contextmanager
-def _steady() -> Iterator[None]:
-    """Replace the clock by a counter of calls, so that files with times are reproducible."""
+def _counting_clock() -> Iterator[None]:
+    """Replace the clock with a counter of its calls, so that files that contain times are reproducible."""
     with mock.patch("time.perf_counter", itertools.count().__next__):
         yield
 
 
 def _read_back(folder: Path) -> Files:
-    return {
-        file.relative_to(folder).as_posix(): _ordered(file) if file.suffix == ".safetensors" else file.read_bytes()
+    files = [
+        file
         for file in sorted(folder.rglob("*"))
         if file.is_file() and (file.name in RUN or file.name == "adapted.safetensors")
+    ]
+    return {
+        file.relative_to(folder).as_posix(): (
+            _with_sorted_metadata(file) if file.suffix == ".safetensors" else file.read_bytes()
+        )
+        for file in files
     }
 
 
-def _ordered(file: Path) -> bytes:
-    """Return a safetensors file with its metadata sorted: their order is random, and cases must be reproducible."""
+def _with_sorted_metadata(file: Path) -> bytes:
+    """Return the content of a safetensors file with sorted metadata, because its order is random."""
     header, values = checkpoint._split_header(file.read_bytes())
     content = json.loads(header[8:])
     content["__metadata__"] = dict(sorted(content["__metadata__"].items())) | {
@@ -70,19 +76,19 @@ def _ordered(file: Path) -> bytes:
     text = json.dumps(content, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     header = len(text).to_bytes(8, "little") + text
-    sum_of = checkpoint._checksum(header, values, checkpoint._NO_CHECKSUM)
-    blank, entry = checkpoint._checksum_entry(checkpoint._NO_CHECKSUM), checkpoint._checksum_entry(sum_of)
+    checksum = checkpoint._checksum(header, values, checkpoint._NO_CHECKSUM)
+    blank, entry = checkpoint._checksum_entry(checkpoint._NO_CHECKSUM), checkpoint._checksum_entry(checksum)
     return header.replace(blank, entry, 1) + values
 
 
-def _sinusoids(folder: Path) -> Trainer:
+def _sinusoid_trainer(folder: Path) -> Trainer:
     net = mlp(1, 1, width=4)
     return Trainer(
         net, method("maml", steps=1), Sinusoid(), SETTINGS, validate=Sinusoid(), mode="loop", out=folder / "run"
     )
 
 
-def _pictures() -> LabeledImages:
+def _few_images() -> LabeledImages:
     return LabeledImages(
         images=torch.arange(12 * 256, dtype=torch.int64).view(12, 1, 16, 16).to(torch.uint8),
         labels=torch.arange(12) % 3,
@@ -94,18 +100,18 @@ def _pictures() -> LabeledImages:
 
 
 def _image_run(folder: Path) -> None:
-    tasks = _pictures().tasks("train", ways=2, shots=1, queries=1)
+    tasks = _few_images().tasks("train", ways=2, shots=1, queries=1)
     net = conv4(1, 16, 2, filters=2, statistics="running")
     fit(net, method("mtl"), tasks, iterations=2, batch_size=2, out=folder / "run", progress=False)
 
 
 def _runs(folder: Path) -> list[Files]:
-    """Return a finished and a stopped training on sinusoids."""
+    """Return the files of a finished and of an interrupted training run on sinusoids."""
     runs = list[Files]()
     for steps in (4, 2):
         lay_out(folder, {})
-        with _steady():
-            trainer = _sinusoids(folder)
+        with _counting_clock():
+            trainer = _sinusoid_trainer(folder)
             for _ in range(steps):
                 trainer.step()
             trainer.save()
@@ -122,7 +128,7 @@ def read_run(folder: Path) -> object:
 
 def resume_run(folder: Path) -> object:
     """Resume a run on sinusoids without taking a step."""
-    trainer = _sinusoids(folder)
+    trainer = _sinusoid_trainer(folder)
     try:
         moments = trainer.optimizer.state_dict()["state"]
         random_states = {name: generator.get_state() for name, generator in trainer.generators.items()}
@@ -132,8 +138,11 @@ def resume_run(folder: Path) -> object:
         trainer.close()
 
 
-def _damaged_run(name: str) -> Callable[[Files, random.Random, Sequence[Files]], tuple[Files, Expected]]:
-    """Change the content of a safetensors file, or damage its bytes, after which no other data may be read."""
+def _change_tensors(name: str) -> Callable[[Files, random.Random, Sequence[Files]], tuple[Files, Expected]]:
+    """Return a function that changes the content of a safetensors file, or damages its bytes.
+
+    A reader must not accept a damaged file as different data.
+    """
 
     def change(files: Files, rng: random.Random, all_files: Sequence[Files]) -> tuple[Files, Expected]:
         content, other = files[name], rng.choice(all_files)[name]
@@ -150,8 +159,8 @@ def _with_tensors(files: Files, name: str, edit: Callable[[dict[str, torch.Tenso
     content = files[name]
     assert isinstance(content, bytes)
     size = int.from_bytes(content[:8], "little")
-    notes = json.loads(content[8 : 8 + size])["__metadata__"]
-    return {**files, name: save(edit(tensors_of(content)), notes)}
+    metadata = json.loads(content[8 : 8 + size])["__metadata__"]
+    return {**files, name: save(edit(load_tensors(content)), metadata)}
 
 
 def _hostile_tensors(name: str) -> Callable[[Sequence[Files]], list[Hostile]]:
@@ -159,11 +168,11 @@ def _hostile_tensors(name: str) -> Callable[[Sequence[Files]], list[Hostile]]:
         files = inputs[0]
         content = files[name]
         assert isinstance(content, bytes)
-        claims = [(size).to_bytes(8, "little") + content[8:] for size in (0, 1, 2**30, 2**63, 2**64 - 1)]
+        wrong_sizes = [(size).to_bytes(8, "little") + content[8:] for size in (0, 1, 2**30, 2**63, 2**64 - 1)]
         header = lambda value: (lambda text: len(text).to_bytes(8, "little") + text)(json.dumps(value).encode())  # noqa: E731
         huge = {"params.head.weight": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
         others = [
-            *claims,
+            *wrong_sizes,
             b"",
             header({}),
             header([]),
@@ -192,11 +201,11 @@ def _hostile_tensors(name: str) -> Callable[[Sequence[Files]], list[Hostile]]:
     return hostile
 
 
-def _set(files: Files, part: str, value: object) -> Files:
+def _with_setting(files: Files, key: str, value: object) -> Files:
     name = "run/settings.json"
     content = files[name]
     assert isinstance(content, bytes)
-    return {**files, name: json.dumps(json.loads(content) | {part: value}).encode()}
+    return {**files, name: json.dumps(json.loads(content) | {key: value}).encode()}
 
 
 MODELS: tuple[dict[str, Any], ...] = (
@@ -234,7 +243,7 @@ def _hostile_settings(inputs: Sequence[Files]) -> list[Hostile]:
     ]
     texts.append(b'{"version": "\\u001b[31m"}')
     return [
-        *(Hostile(_set(valid_files, "model", model), "refused") for model in MODELS),
+        *(Hostile(_with_setting(valid_files, "model", model), "refused") for model in MODELS),
         *(Hostile({**valid_files, "run/settings.json": text}, "refused") for text in texts),
         Hostile({**valid_files, "run/settings.json": Node("pipe")}, "refused"),
         Hostile({**valid_files, "run/weights.safetensors": Link("/dev/zero")}, "refused"),
@@ -242,28 +251,28 @@ def _hostile_settings(inputs: Sequence[Files]) -> list[Hostile]:
 
 
 def _methods(folder: Path) -> list[Files]:
-    """Return runs of every regression method."""
+    """Return the files of a run of every method that supports regression."""
     runs = list[Files]()
     for name in PRESETS:
         lay_out(folder, {})
-        with _steady(), suppress(InputError):  # the method needs class labels
+        with _counting_clock(), suppress(InputError):  # raised by methods that need class labels
             net, tasks = mlp(1, 1, width=4), Sinusoid()
             fit(net, method(name), tasks, iterations=1, batch_size=1, out=folder / "run", progress=False)
             runs.append(_read_back(folder))
     return runs
 
 
-def change_settings(part: str | None) -> Callable[[Files, random.Random, Sequence[Files]], tuple[Files, Expected]]:
-    """Return a function that changes one part of the settings or, if `part` is None, any part or raw bytes."""
+def change_settings(key: str | None) -> Callable[[Files, random.Random, Sequence[Files]], tuple[Files, Expected]]:
+    """Return a function that changes one value in the settings or, if `key` is None, any value or raw bytes."""
 
     def change(files: Files, rng: random.Random, all_files: Sequence[Files]) -> tuple[Files, Expected]:
         name = "run/settings.json"
         content, other = files[name], rng.choice(all_files)[name]
         assert isinstance(content, bytes)
         assert isinstance(other, bytes)
-        if part is not None:
-            changed = mutate.change_json(json.dumps(json.loads(content)[part]).encode(), rng)
-            marked = json.dumps(json.loads(content) | {part: "@@"}).encode().replace(b'"@@"', changed)
+        if key is not None:
+            changed = mutate.change_json(json.dumps(json.loads(content)[key]).encode(), rng)
+            marked = json.dumps(json.loads(content) | {key: "@@"}).encode().replace(b'"@@"', changed)
             return {**files, name: marked}, "any"
         if rng.random() < 0.5:
             return {**files, name: mutate.change_json(content, rng)}, "any"
@@ -273,19 +282,19 @@ def change_settings(part: str | None) -> Callable[[Files, random.Random, Sequenc
 
 
 def _adapted(folder: Path) -> list[Files]:
-    runs, images = list[Files](), _pictures()
+    runs, images = list[Files](), _few_images()
     for head in (None, "logistic", "svm"):
         lay_out(folder, {})
-        with _steady():
+        with _counting_clock():
             _image_run(folder)
-        shown, labels = (
+        support_images, labels = (
             images.images[:8, 0].numpy(),
             [images.class_names[label] for label in images.labels[:8].tolist()],
         )
         rows = [row for row, label in enumerate(labels) if head is not None or label != "c"]
         classifier = FewShotClassifier(load(folder / "run"), head=head)
-        classifier.fit(shown[rows], [labels[row] for row in rows]).save(folder / "run")
-        runs.append({"run/adapted.safetensors": _ordered(folder / "run" / "adapted.safetensors")})
+        classifier.fit(support_images[rows], [labels[row] for row in rows]).save(folder / "run")
+        runs.append({"run/adapted.safetensors": _with_sorted_metadata(folder / "run" / "adapted.safetensors")})
     return runs
 
 
@@ -296,17 +305,17 @@ def use_adapted(folder: Path) -> object:
     return classifier.classes_, classifier.predict_proba(images), classifier.predict(images).tolist()
 
 
-def locked(folder: Path) -> object:
+def lock_again(folder: Path) -> object:
     """Lock a folder that is already locked, and whose lock file names the holder."""
     with (folder / "run" / LOCK_FILE).open("rb") as lock_file:
         fcntl.flock(lock_file, fcntl.LOCK_EX)
         return FolderLock(folder / "run")
 
 
-def _locks(inputs: Sequence[Files]) -> list[Hostile]:
+def _hostile_locks(inputs: Sequence[Files]) -> list[Hostile]:
     holder = {"pid": 1, "host": "abacus", "since": "today", "command": "metabridge train"}
     bad_values: tuple[Any, ...] = ("a\nb", "\x1b[31m", [], None, 10**400)
-    texts = [*TEXTS, *(json.dumps(holder | {key: value}).encode() for key in holder for value in bad_values)]
+    texts = [*INVALID_TEXTS, *(json.dumps(holder | {key: value}).encode() for key in holder for value in bad_values)]
     return [Hostile({f"run/{LOCK_FILE}": text}, "refused") for text in (*texts, json.dumps(holder).encode())]
 
 
@@ -319,19 +328,19 @@ def change_lock(files: Files, rng: random.Random, all_files: Sequence[Files]) ->
     return {name: rng.choice((mutate.change_json, mutate.damage))(holder, rng)}, "refused"
 
 
-LOG = {"kernel": "maml", "cells": 3, "channels": 2, "seed": 0}
+LOG_SETTINGS = {"kernel": "maml", "cells": 3, "channels": 2, "seed": 0}
 
 
 def read_log(folder: Path) -> object:
     """Resume a search."""
-    search_log = SearchLog(folder / "run" / "search.jsonl", LOG)
+    search_log = SearchLog(folder / "run" / "search.jsonl", LOG_SETTINGS)
     return search_log.scores, search_log.seconds, sorted(search_log._finished_rounds)
 
 
 def _logs(folder: Path) -> list[Files]:
     (folder / "run").mkdir()
-    with _steady():
-        search_log = SearchLog(folder / "run" / "search.jsonl", LOG)
+    with _counting_clock():
+        search_log = SearchLog(folder / "run" / "search.jsonl", LOG_SETTINGS)
         for number, edge in itertools.product(range(2), range(2)):
             for removal in (None, ("normal", edge, OPERATORS[edge])):
                 regions = ProxyScore(float("nan"), "it is singular") if edge else ProxyScore(3.0)
@@ -342,7 +351,7 @@ def _logs(folder: Path) -> list[Files]:
 
 
 def _hostile_logs(inputs: Sequence[Files]) -> list[Hostile]:
-    first = json.dumps({"settings": LOG})
+    first = json.dumps({"settings": LOG_SETTINGS})
     lines = [
         "[" * mutate.NESTING_DEPTH,
         "7",
@@ -386,18 +395,18 @@ def use_architecture(folder: Path) -> object:
 
 
 MACHINE = Machine("abacus", "0", "0", None)
-PLAN = config_dict(ImageTrainingConfig("mtl"))
+CONFIG = config_dict(ImageTrainingConfig("mtl"))
 
 
 def read_record(folder: Path) -> object:
-    """Read the record of a training."""
-    return TrainingRecord.load(ExperimentOptions("quick", out=folder), "name", PLAN)
+    """Read the record of a training run."""
+    return TrainingRecord.load(ExperimentOptions("quick", out=folder), "name", CONFIG)
 
 
 def _records(folder: Path) -> list[Files]:
     score = SplitAccuracy("test", 1, 0.5, 0.01, 10, 0.1)
     curve = ({"minutes": 1.0, "iteration": 2.0, "accuracy": 0.5, "ci95": 0.1},)
-    record = TrainingRecord("name", PLAN, MACHINE, 1.0, "glyphs", 2, 3, curve, (score,), 1.0)
+    record = TrainingRecord("name", CONFIG, MACHINE, 1.0, "glyphs", 2, 3, curve, (score,), 1.0)
     return [{"records/name.json": json.dumps(asdict(record)).encode()}]
 
 
@@ -407,7 +416,7 @@ def _results(folder: Path) -> list[Files]:
     return [{"name.json": json.dumps(asdict(result)).encode()}]
 
 
-TEXTS = [
+INVALID_TEXTS = [
     b"",
     b"[" * mutate.NESTING_DEPTH,
     b"\xff",
@@ -420,7 +429,7 @@ TEXTS = [
     b'"' + b"x" * 10**6 + b'"',
 ]
 COMMAND = ("train", "--data", "nowhere", "--out", "run", "--method", "maml")
-WORDS = (
+OPTIONS = (
     *(["--option", option] for option in ("steps=5", "lr=0.1", "rates=fixed", "outer=exact", "adapts=all")),
     *(["--model-option", option] for option in ("filters=4", "outputs=5", "size=8")),
     *(["--ways", "5"], ["--shots", "1"], ["--queries", "1"], ["--batch-size", "1"], ["--iterations", "1"]),
@@ -443,16 +452,16 @@ WORDS = (
 )
 
 
-def give_command(folder: Path) -> object:
-    """Run a command with missing data, so that its options are checked but nothing is trained."""
+def run_train(folder: Path) -> object:
+    """Run `metabridge train` with a missing data folder, so that options are checked but nothing is trained."""
     words = json.loads((folder / "words.json").read_bytes())
-    return command(*COMMAND, *words)
+    return run_command(*COMMAND, *words)
 
 
-def change_words(files: Files, rng: random.Random, all_files: Sequence[Files]) -> tuple[Files, Expected]:
+def change_options(files: Files, rng: random.Random, all_files: Sequence[Files]) -> tuple[Files, Expected]:
     """Change the values of a command's options."""
     words = list[str]()
-    for option in rng.sample(WORDS, rng.choice((1, 1, 2, 4))):
+    for option in rng.sample(OPTIONS, rng.choice((1, 1, 2, 4))):
         name, value = option
         key, equals, __ = value.partition("=")
         other = rng.choice(mutate.VALUES)
@@ -465,7 +474,7 @@ JSON: dict[str, mutate.Change] = {".json": mutate.change_json, ".jsonl": mutate.
 
 
 def _texts(name: str) -> Callable[[Sequence[Files]], list[Hostile]]:
-    return lambda inputs: [Hostile({name: text}, "refused") for text in TEXTS]
+    return lambda inputs: [Hostile({name: text}, "refused") for text in INVALID_TEXTS]
 
 
 RUN_READERS = (
@@ -476,25 +485,25 @@ RUN_READERS = (
         "run-weights",
         (read_run, resume_run),
         lambda folder: _runs(folder)[:1],
-        _damaged_run("run/weights.safetensors"),
+        _change_tensors("run/weights.safetensors"),
         _hostile_tensors("run/weights.safetensors"),
     ),
     Reader(
         "run-state",
         (read_run, resume_run),
         lambda folder: _runs(folder)[:1],
-        _damaged_run("run/state.safetensors"),
+        _change_tensors("run/state.safetensors"),
         _hostile_tensors("run/state.safetensors"),
     ),
     Reader(
         "adapted-model",
         (use_adapted,),
         _adapted,
-        _damaged_run("run/adapted.safetensors"),
+        _change_tensors("run/adapted.safetensors"),
         _hostile_tensors("run/adapted.safetensors"),
     ),
     Reader("search-log", (read_log,), _logs, changer(JSON, 0.7), _hostile_logs),
-    Reader("folder-lock", (locked,), lambda folder: [], change_lock, _locks),
+    Reader("folder-lock", (lock_again,), lambda folder: [], change_lock, _hostile_locks),
     Reader("architecture", (use_architecture,), _architectures, changer(JSON, 0.7), _texts("run/architecture.json")),
     Reader("record", (read_record,), _records, changer(JSON, 0.7), _texts("records/name.json")),
     Reader(
@@ -504,5 +513,5 @@ RUN_READERS = (
         changer(JSON, 0.7),
         _texts("name.json"),
     ),
-    Reader("command-line", (give_command,), lambda folder: [], change_words),
+    Reader("command-line", (run_train,), lambda folder: [], change_options),
 )

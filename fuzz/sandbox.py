@@ -38,7 +38,7 @@ FAILURES: tuple[Kind, ...] = ("traceback", "memory", "outside", "code", "silent"
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a case. `where` is a line of the library, and `peak` the memory in bytes."""
+    """The outcome of a case. `where` is the line of the library that failed, and `peak` the peak memory in bytes."""
 
     reader: str
     case: int
@@ -80,7 +80,8 @@ class Watch:
     def __init__(self, folder: Path) -> None:
         self.folder, self.active, self.violations = str(folder), False, list[tuple[Kind, str]]()
         allowed = (ROOT / "src", ROOT / "fuzz", sys.prefix, sys.base_prefix, *sys.path)
-        self.code = ("/proc/", "/sys/", *(f"{os.path.realpath(path)}/" for path in map(str, allowed) if path))
+        allowed_folders = (f"{os.path.realpath(path)}/" for path in map(str, allowed) if path)
+        self.readable_prefixes = ("/proc/", "/sys/", *allowed_folders)
         sys.addaudithook(self.on_event)
 
     def on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
@@ -108,21 +109,21 @@ class Watch:
 
     def on_path(self, path: Any, writes: bool) -> None:
         """Record a path outside the folder of the case, or one that is not a regular file."""
-        full = os.path.abspath(os.fsdecode(path))
-        if full == os.devnull:
+        full_path = os.path.abspath(os.fsdecode(path))
+        if full_path == os.devnull:
             return
-        if full == self.folder or full.startswith(f"{self.folder}/"):
-            if full.endswith((".py", ".pyc", ".so", ".pth")):
-                self.violations.append(("code", f"opened {full[len(self.folder) :]}"))
+        if full_path == self.folder or full_path.startswith(f"{self.folder}/"):
+            if full_path.endswith((".py", ".pyc", ".so", ".pth")):
+                self.violations.append(("code", f"opened {full_path[len(self.folder) :]}"))
             with suppress(OSError, ValueError):
-                mode = os.stat(full).st_mode
+                mode = os.stat(full_path).st_mode
                 if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
                     self.violations.append(
-                        ("outside", f"opened {full[len(self.folder) :]}, which is not a regular file")
+                        ("outside", f"opened {full_path[len(self.folder) :]}, which is not a regular file")
                     )
             return
-        if writes or not f"{os.path.realpath(full)}/".startswith(self.code):
-            self.violations.append(("outside", f"{'wrote' if writes else 'opened'} {full}"))
+        if writes or not f"{os.path.realpath(full_path)}/".startswith(self.readable_prefixes):
+            self.violations.append(("outside", f"{'wrote' if writes else 'opened'} {full_path}"))
 
 
 class Sandbox:
@@ -151,7 +152,7 @@ class Sandbox:
                 for files in corpus.inputs:
                     lay_out(self.folder, files)
                     digests.add(digest(read(self.folder)))
-        return self.corpora[name].fixed
+        return self.corpora[name].num_fixed_cases
 
     def run(self, name: str, number: int) -> Outcome:
         """Run one case and return its outcome."""
@@ -174,7 +175,7 @@ class Sandbox:
             if case.expected == "refused" or (case.expected == "same" and not equal):
                 kind, description = "silent", f"accepted, but {_expectation(case.expected)}"
         except InputError as error:
-            kind, description = "memory" if _names_memory(error) else "refused", str(error)
+            kind, description = "memory" if _is_memory_error(error) else "refused", str(error)
         except MemoryError as error:
             kind, description, where = "memory", repr(error), _line_of(error)
         except Exception as error:
@@ -212,7 +213,7 @@ _MEMORY = re.compile(
 )
 
 
-def _names_memory(error: BaseException | None) -> bool:
+def _is_memory_error(error: BaseException | None) -> bool:
     """Return whether an error was caused by a failed allocation."""
     while error is not None:
         if isinstance(error, MemoryError) or _MEMORY.search(str(error)):
@@ -265,10 +266,11 @@ def _peak() -> int:
 def serve(readers: str, seed: int, folder: Path, seconds: int) -> None:
     """Run the cases that standard input requests, until it is closed."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 1)  # discard what the library prints
+    null_device = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null_device, 1)  # discard what the library prints
     faulthandler.enable()
-    faulthandler.register(signal.SIGPROF, all_threads=True, chain=True)  # prints a traceback and ends the process
+    # SIGPROF prints a traceback and ends the process
+    faulthandler.register(signal.SIGPROF, all_threads=True, chain=True)
     warnings.simplefilter("ignore")
     folder.mkdir(parents=True, exist_ok=True)
     os.chdir(folder)

@@ -26,8 +26,8 @@ class Worker:
 
     def __init__(self, readers: str, seed: int, seconds: int = SECONDS) -> None:
         self.readers, self.seed, self.seconds = readers, seed, seconds
-        memory = "/dev/shm"  # a file system in memory
-        self.folder = Path(tempfile.mkdtemp(prefix="metabridge-fuzz-", dir=memory if os.path.isdir(memory) else None))
+        parent = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a file system in memory, if there is one
+        self.folder = Path(tempfile.mkdtemp(prefix="metabridge-fuzz-", dir=parent))
         self.errors = self.folder / "stderr"
         self.process: subprocess.Popen[str] | None = None
         self.lines: queue.Queue[str | None] = queue.Queue()

@@ -18,7 +18,7 @@ from metabridge.solvers import GradientDescent, Proximal, RidgeSolver, Solver, S
 
 CLASSES, WAYS = 6, 3
 
-# The proximal problem solved to rounding errors, since implicit gradients hold at its minimum.
+# This proximal problem is solved up to rounding errors, because implicit gradients are exact only at its minimum.
 CONVERGED_PROXIMAL = Proximal(strength=2.0, steps=150, lr=0.2, cg_steps=40)
 
 METHODS: dict[str, Method] = {
@@ -35,13 +35,13 @@ METHODS: dict[str, Method] = {
     "mtl": method("mtl"),
     "nal": method("nal"),
     "rfs": method("rfs"),
-    # other points of the taxonomy
-    "maml with a rate for every element": method("maml", lr=0.1, rates="per-element"),
+    # other combinations of options
+    "maml with a learning rate for every element": method("maml", lr=0.1, rates="per-element"),
     "maml without split": method("maml", lr=0.1, split=False),
-    "maml with a rate for every layer": method("maml", lr={"features": 0.02, "head": 0.2}),
+    "maml with a learning rate for every layer": method("maml", lr={"features": 0.02, "head": 0.2}),
     "maml with a frozen head": method("maml", training_head="frozen", lr=0.1),
-    "fo-maml with a rate for every tensor": method("fo-maml", lr=0.1, rates="per-tensor"),
-    "anil with a rate for every tensor": method("anil", rates="per-tensor"),
+    "fo-maml with a learning rate for every tensor": method("fo-maml", lr=0.1, rates="per-tensor"),
+    "anil with a learning rate for every tensor": method("anil", rates="per-tensor"),
     "anil without split": method("anil", split=False),
     "proximal maml, exact": Method("all", Proximal(steps=5, lr=0.1)),
     "proximal head, exact": Method("head", Proximal(steps=5, lr=0.1)),
@@ -49,7 +49,7 @@ METHODS: dict[str, Method] = {
     "proximal head, first order": Method("head", Proximal(steps=5, lr=0.1), outer="first-order"),
     "r2d2, first order": Method("head", RidgeSolver(), outer="first-order", training_head="solved"),
     "metaoptnet, first order": Method("head", SVMSolver(), outer="first-order", training_head="solved"),
-    "maml of no steps": Method("all", GradientDescent(steps=0)),
+    "maml with no steps": Method("all", GradientDescent(steps=0)),
 }
 TESTED_ELSEWHERE = {"burer-monteiro"}  # presets that need a special network
 
@@ -81,20 +81,21 @@ def small_conv4() -> Network:
 
 @dataclass(frozen=True)
 class NetCase:
-    """A network, its input shape, and the step of finite differences and the proximal problem that suit its kinks.
+    """A network, the shape of its inputs, and settings for tests of its derivatives.
 
-    Where a rectifier changes sign, an inner gradient jumps, and with it the adapted loss. Finite differences need a
-    step that crosses no kink, and a proximal problem must be so strong that its minimum does not lie on one.
+    Where the input of a ReLU changes sign, the gradient of the inner loss jumps, and the adapted loss has a kink.
+    `step` is a step size of finite differences that crosses no kink, and `proximal` a proximal problem that is so
+    strong that its minimum does not lie on a kink.
     """
 
     make: Callable[[], Network]
     shape: tuple[int, ...]
     step: float
-    solved: Proximal
+    proximal: Proximal
 
     def method(self, name: str) -> Method:
         learner = METHODS[name]
-        return replace(learner, inner=self.solved) if learner.inner is CONVERGED_PROXIMAL else learner
+        return replace(learner, inner=self.proximal) if learner.inner is CONVERGED_PROXIMAL else learner
 
 
 NETS = {
@@ -150,7 +151,8 @@ class Attention(nn.Module):
         self.project, self.dropout = nn.Linear(2, 12), dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.project(x).unflatten(-1, (3, 2, 2)).permute(2, 0, 3, 1, 4)  # each (points, heads, positions, 2)
+        # q, k and v have the shape (examples, heads, positions, 2)
+        q, k, v = self.project(x).unflatten(-1, (3, 2, 2)).permute(2, 0, 3, 1, 4)
         dropout = self.dropout if self.training else 0.0
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout).mean(2).flatten(1)
 
@@ -228,7 +230,7 @@ def transformer() -> nn.Module:
     return nn.Sequential(layer, nn.Flatten())
 
 
-# Networks with properties that engines must handle: a function that makes their features, and the shape of a point.
+# Networks with properties that engines must handle: a function that makes their features, and the shape of an input.
 ODD_FEATURES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "sum of parameters": (SumOfParameters, (4,)),
     "tied weights": (Tied, (4,)),
@@ -270,16 +272,16 @@ def clusters(shape: tuple[int, ...], tasks: int = 3, shots: int = 2, queries: in
     generator = torch.Generator().manual_seed(seed)
     centers = torch.randn(tasks, WAYS, *shape, generator=generator, dtype=torch.float64)
 
-    def draw(points: int) -> tuple[Tensor, Tensor]:
-        labels = torch.arange(WAYS).repeat_interleave(points).expand(tasks, -1).contiguous()
-        noise = torch.randn(tasks, WAYS * points, *shape, generator=generator, dtype=torch.float64)
-        return centers.repeat_interleave(points, dim=1) + 0.8 * noise, labels
+    def draw(examples: int) -> tuple[Tensor, Tensor]:
+        labels = torch.arange(WAYS).repeat_interleave(examples).expand(tasks, -1).contiguous()
+        noise = torch.randn(tasks, WAYS * examples, *shape, generator=generator, dtype=torch.float64)
+        return centers.repeat_interleave(examples, dim=1) + 0.8 * noise, labels
 
     classes = torch.stack([torch.randperm(CLASSES, generator=generator)[:WAYS] for _ in range(tasks)])
     return Episodes(*draw(shots), *draw(queries), classes=classes)
 
 
-def relative(value: Tensor, reference: Tensor) -> float:
+def relative_error(value: Tensor, reference: Tensor) -> float:
     """Return ‖value − reference‖ / ‖reference‖."""
     return float((value - reference).norm() / reference.norm())
 
@@ -289,7 +291,7 @@ def flattened(params: dict[str, Tensor]) -> Tensor:
 
 
 def numbered_images(classes: int, per_class: int) -> LabeledImages:
-    """Return images whose two pixels are their class and their index within the class."""
+    """Return images of two pixels, which contain the class of the image and its index within the class."""
     labels = torch.arange(classes).repeat_interleave(per_class)
     indices = torch.arange(per_class).repeat(classes)
     return LabeledImages(

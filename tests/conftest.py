@@ -26,7 +26,7 @@ def glyphs(cache: None) -> LabeledImages:
 
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch, glyphs: LabeledImages) -> None:
-    """Make the quick comparison take seconds."""
+    """Shrink the experiment `glyphs` at the scale "quick", so that it takes seconds."""
     from metabridge.experiments.glyph_methods import SETTINGS, MethodSettings, Settings
 
     methods = {
@@ -45,9 +45,9 @@ def metabridge(
     def call(*arguments: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["metabridge", *map(str, arguments)])
         monkeypatch.setenv("COLUMNS", "250")
-        with pytest.raises(SystemExit) as end:
+        with pytest.raises(SystemExit) as caught:
             cli.main()
         stdout, stderr = capsys.readouterr()
-        return int(end.value.code or 0), stdout, stderr
+        return int(caught.value.code or 0), stdout, stderr
 
     return call

@@ -1,4 +1,4 @@
-"""Small networks of many kinds, and their kernels by definition."""
+"""Small networks of many kinds, and their empirical kernels computed by definition, from full Jacobians."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from metabridge.models.network import with_group_norm
 
 
 class Unusual(nn.Module):
-    """A layer used twice, tied weights, a grouped convolution, and parameters of no known layer."""
+    """A layer that is used twice, tied weights, a grouped convolution, and parameters outside of known layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Unusual(nn.Module):
 
 
 class Branching(nn.Module):
-    """Two first convolutions with norm and max pooling, one with overlapping windows, one with a ReLU between."""
+    """Two branches of convolution, norm and max pooling, one with overlapping windows, one with ReLU before pooling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,12 +51,12 @@ class Branching(nn.Module):
             nn.init.normal_(value)
 
     def forward(self, x: Tensor) -> Tensor:
-        parts = self.plain(x), self.rectified(x)
-        return self.head(torch.cat([part.square().mean((2, 3)) for part in parts], 1))  # type: ignore[no-any-return]
+        outputs = self.plain(x), self.rectified(x)
+        return self.head(torch.cat([output.square().mean((2, 3)) for output in outputs], 1))  # type: ignore[no-any-return]
 
 
 class DiscardedOutput(nn.Module):
-    """Norms of maps and of vectors, a pool with overlapping windows, and a layer whose output is discarded."""
+    """Norms of maps and of vectors, max pooling with overlapping windows, and a layer whose output is discarded."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,11 +117,11 @@ STRATEGIES = ("gradients", "products")
 
 
 def explicit_kernel(net: nn.Module, x: Tensor, z: Tensor, outputs: str, keep: Callable[[str], bool]) -> Tensor:
-    """Return Θ from complete Jacobians, one sample at a time, of the parameters whose names `keep` accepts."""
+    """Return the NTK of the parameters whose names `keep` accepts, from the full Jacobian of each input."""
     params = {name: value.detach() for name, value in net.named_parameters() if keep(name)}
 
-    def jacobian(points: Tensor) -> Tensor:
-        rows = [jacrev(lambda p: functional_call(net, p, (point[None],))[0])(params) for point in points]  # noqa: B023
+    def jacobian(batch: Tensor) -> Tensor:
+        rows = [jacrev(lambda p: functional_call(net, p, (value[None],))[0])(params) for value in batch]  # noqa: B023
         return torch.stack([torch.cat([value.flatten(1) for value in row.values()], 1) for row in rows])
 
     full = torch.einsum("iop,jup->ijou", jacobian(x), jacobian(z))
@@ -136,7 +136,7 @@ def relative_error(value: Tensor, exact: Tensor) -> float:
 
 
 def minimum_memory(kernel: EmpiricalKernel, x: Tensor) -> int:
-    """Return the smallest memory, to a few percent, that is enough for the kernel."""
+    """Return the smallest memory limit, to a few percent, with which the kernel can be computed."""
     profile, memory = kernel._prepare(kernel.part, x, None)[1].profile, 2**10
     while True:
         try:

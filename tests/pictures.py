@@ -33,7 +33,7 @@ def encoded(image: Image.Image | np.ndarray, form: str = "png", **options: objec
 
 
 def flat(value: int, size: int = 8, channels: int = 3) -> np.ndarray:
-    """Return an image of one brightness, which identifies it."""
+    """Return an image whose pixels all have the brightness `value`, by which tests identify the image."""
     return np.full((size, size) if channels == 1 else (size, size, channels), value, dtype=np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Readers with a known fault each, for testing the fuzzing harness."""
+"""Readers that each have a known fault, for testing the fuzzing harness."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def memory(folder: Path) -> object:
 
 
 def touched_memory(folder: Path) -> object:
-    """Allocate more than the limit, but less than the system refuses."""
+    """Allocate more than the limit of a case, but not so much that the allocation fails."""
     return 1 if (folder / "file").read_bytes() == b"good" else len(b"x" * (2**30 + 2**26))
 
 
@@ -69,7 +69,7 @@ def logged_memory(folder: Path) -> object:
 
 
 def left_out_memory(folder: Path) -> object:
-    """Log the message of the library, which does not contain the exception."""
+    """Log the same message as the library, which does not contain the exception."""
     try:
         return memory(folder)
     except MemoryError:

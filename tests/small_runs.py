@@ -17,7 +17,7 @@ EVALUATE = ("--tasks", 10, "--queries", 4, "--device", "cpu")
 
 
 class CountingEnvironment:
-    """An environment that calls `on_sample` with the number of calls of `sample`."""
+    """An environment that calls `on_sample` with the number of `sample` calls so far."""
 
     def __init__(self, environment, on_sample=lambda count: None) -> None:
         self.environment, self.on_sample, self.count = environment, on_sample, 0
@@ -55,11 +55,12 @@ SINUSOIDS = {
     "mode": "loop",
     "progress": False,
 }
-PHOTOGRAPHS = {"iterations": 9, "validate_every": 4, "validate_tasks": 4, "progress": False}
-PHOTOGRAPHS["augment"] = Augment(padding=2, growth=(16, 0.4))
+COLOR_IMAGES = {"iterations": 9, "validate_every": 4, "validate_tasks": 4, "progress": False}
+COLOR_IMAGES["augment"] = Augment(padding=2, growth=(16, 0.4))
 
 
 def on_sinusoids(out: Path | None, on_sample=lambda count: None, **options) -> Run:
+    """Train a small MLP with MAML on sinusoids."""
     net, chosen = mlp(1, 1, width=8), method("maml", steps=1, lr=0.02)
     return fit(
         net, chosen, CountingEnvironment(Sinusoid(), on_sample), validate=Sinusoid(), out=out, **SINUSOIDS | options
@@ -67,7 +68,7 @@ def on_sinusoids(out: Path | None, on_sample=lambda count: None, **options) -> R
 
 
 def on_colors(name: str, out: Path | None, on_sample=lambda count: None, **options) -> Run:
-    """A ResNet-12 with DropBlock, running statistics and augmented images."""
+    """Train a ResNet-12 with DropBlock and running statistics on augmented color images."""
     data, chosen = colors(), method(name)
     net = resnet12(3, 18, 3, widths=(8, 8, 16, 16), drop_rate=0.3, dropout=0.2)
     train = data.batches("train", size=24) if name == "rfs" else data.tasks("train", ways=3, shots=2, queries=2)
@@ -79,5 +80,5 @@ def on_colors(name: str, out: Path | None, on_sample=lambda count: None, **optio
         validate=validate,
         out=out,
         batch_size=1 if name == "rfs" else 2,
-        **PHOTOGRAPHS | options,
+        **COLOR_IMAGES | options,
     )

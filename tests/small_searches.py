@@ -39,7 +39,7 @@ def small_images(images: LabeledImages) -> LabeledImages:
 
 
 def small_settings() -> Settings:
-    """Return settings with searches of 19 networks and trainings of one step, or ten steps for the longer ones."""
+    """Return settings with searches of 19 networks, and training runs of one step (recipe "longer": ten steps)."""
     quick = nas_searches.SETTINGS["quick"]
     config = replace(quick.config, iterations=1, validate_every=1, validate_tasks=2, batch_size=8)
     config = replace(config, model_options={**config.model_options, "widths": [4, 4, 8, 8]})
@@ -64,7 +64,7 @@ def shrink_experiments(patch: pytest.MonkeyPatch, glyphs: LabeledImages) -> list
 
 
 def make_record(accuracy: float) -> TrainingRecord:
-    """Return the record of a training with this accuracy ± 1 %."""
+    """Return the record of a training run with this accuracy ± 1 %."""
     scores = tuple(
         SplitAccuracy(split, shots, accuracy, 0.01, 10, 0.1) for split in ("validation", "test") for shots in (1, 5)
     )

@@ -24,31 +24,31 @@ def test_help_of_every_command_shows_an_example(metabridge):
 
 
 def test_the_help_shows_what_to_type_for_a_value(metabridge):
-    shown = {
+    help_texts = {
         name: " ".join(metabridge(name, "--help")[1].replace("│", "").split())
         for name in ("train", "evaluate", "score")
     }
-    for text in shown.values():
+    for text in help_texts.values():
         assert not any(type_name in text for type_name in ("<bool", "<int", "<str", "list[", "[default"))
-    assert "--optimizer NAME Optimizer: adam, adamw, radam, sgd or muon." in shown["train"]
-    assert "--rotated-classes Add the training classes" in shown["train"]
-    assert "--teacher DIR Folder" in shown["train"]
-    assert "--training-ways INT [x>=2] Number of classes per training task" in shown["train"]
-    assert "rfs ignores it. Default: --ways." in shown["train"]
-    assert "--split train|validation|test Split of the data set. Default: test." in shown["evaluate"]
+    assert "--optimizer NAME Optimizer: adam, adamw, radam, sgd or muon." in help_texts["train"]
+    assert "--rotated-classes Add the training classes" in help_texts["train"]
+    assert "--teacher DIR Folder" in help_texts["train"]
+    assert "--training-ways INT [x>=2] Number of classes per training task" in help_texts["train"]
+    assert "such as mtl. Default: --ways." in help_texts["train"]
+    assert "--split train|validation|test Split of the data set. Default: test." in help_texts["evaluate"]
     assert (
         "--seed INT [x>=0] Random seed. Results are deterministic for a given seed and machine. Default: 0."
-        in shown["evaluate"]
+        in help_texts["evaluate"]
     )
-    assert "--mirrored Test-time" in shown["evaluate"]
-    assert "--kernel maml|anil|ntk Kernel to compute. Can be repeated. Default: all." in shown["score"]
+    assert "--mirrored Test-time" in help_texts["evaluate"]
+    assert "--kernel maml|anil|ntk Kernel to compute. Can be repeated. Default: all." in help_texts["score"]
 
 
 def test_a_name_passed_as_key_and_value_is_not_replaced_by_an_option(metabridge):
     options = ("--method", "maml", "--device", "cpu")
     assert metabridge("train", *options, "--lr", -1)[2].startswith("metabridge train: --lr is -1.0, but")
     for pair in (("--option", "lr=-1"), ("--option=lr=-1",), ("-olr=-1",)):
-        assert metabridge("train", *options, *pair)[2].startswith("metabridge train: lr is -1, but")
+        assert metabridge("train", *options, *pair)[2].startswith("metabridge train: --option lr is -1, but")
 
 
 def test_reproduce_rejects_a_data_folder_that_does_not_exist(metabridge, tmp_path):
@@ -107,8 +107,8 @@ def test_the_demo_writes_its_page_and_prints_its_path(metabridge, tiny, tmp_path
     assert printed.endswith(f"The page is in {tmp_path / 'demo' / 'index.html'}\n")
     result = Result.read(tmp_path / "demo" / "glyphs.json")
     assert result.scale == "quick"
-    trained = next(row for row in result.rows if row.name == "anil, test tasks")
-    assert f"{trained.ours:.1f} ± {trained.ci95:.1f}" in printed
+    anil_row = next(row for row in result.rows if row.name == "anil, test tasks")
+    assert f"{anil_row.ours:.1f} ± {anil_row.ci95:.1f}" in printed
 
 
 def test_reproduce_writes_numbers_and_figure(metabridge, tiny, tmp_path):
@@ -166,6 +166,13 @@ def test_wrong_arguments_end_with_a_message_of_one_line_and_status_2(metabridge,
     assert errors.count("\n") == 1
 
 
+@pytest.mark.parametrize("words", [("--option", "steps=many"), ("-o", "steps=many"), ("--option=steps=many",)])
+def test_an_error_about_a_method_option_names_the_flag_that_passed_it(metabridge, tmp_path, words):
+    status, _, errors = metabridge("train", "--method", "maml", *words, "--out", tmp_path / "run")
+    assert status == 2
+    assert errors.startswith("metabridge train: --option steps is 'many', but must be an integer")
+
+
 @pytest.mark.parametrize(
     ("message", "printed"),
     [
@@ -180,6 +187,7 @@ def test_wrong_arguments_end_with_a_message_of_one_line_and_status_2(metabridge,
         ("Omit classes, or use groups='hardness' (--groups hardness).", "Omit classes, or use --groups hardness."),
         ("Use min_images=3 or fewer.", "Use --min-images 3 or fewer."),
         ("Use groups='hardness'.", "Use --groups hardness."),
+        ("Use shots=1 and queries=3 or fewer.", "Use --shots 1 and --queries 3 or fewer."),
         ("Use adapts='head'.", "Use adapts='head'."),  # not an option of the command
         ("--option is ways=7, which anil cannot take.", "--option is ways=7, which anil cannot take."),
     ],
@@ -194,7 +202,7 @@ def test_advice_of_the_library_names_the_option_of_the_command(metabridge, monke
     assert metabridge("diagnose", "--device", "cpu", "--data", "glyphs") == (2, "", f"metabridge diagnose: {printed}\n")
 
 
-def test_a_folder_that_cannot_be_made_is_refused_before_any_training(metabridge, tmp_path, monkeypatch):
+def test_a_folder_that_cannot_be_created_is_refused_before_training(metabridge, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setattr("metabridge.experiments.experiment.Experiment.run", lambda *_: pytest.fail("training started"))
     status, _, errors = metabridge("demo", "--out", tmp_path / "file")
@@ -224,7 +232,7 @@ def test_only_and_minutes_are_refused_by_an_experiment_that_is_computed_as_a_who
         assert f"glyphs does not support {option[0]}, because it cannot be split into parts" in errors
 
 
-def test_a_resumable_experiment_refuses_a_training_that_it_does_not_have(tmp_path):
+def test_a_resumable_experiment_refuses_an_unknown_training_run(tmp_path):
     from metabridge.experiments import ExperimentOptions, experiment_modules, load_experiment
 
     for experiment in map(load_experiment, experiment_modules()):
@@ -233,7 +241,7 @@ def test_a_resumable_experiment_refuses_a_training_that_it_does_not_have(tmp_pat
                 experiment.run(ExperimentOptions("quick", out=tmp_path, only=("no such training",)))
 
 
-def test_an_interrupted_training_says_that_it_can_be_continued(metabridge, monkeypatch):
+def test_an_interrupted_training_run_says_that_it_can_be_continued(metabridge, monkeypatch):
     monkeypatch.setattr("metabridge.training.image_training.image_trainer", lambda *_, **__: _interrupt())
     assert metabridge("train")[2].endswith("metabridge train: interrupted. Run the same command again to continue.\n")
 
@@ -265,7 +273,7 @@ def test_an_unknown_model_is_refused_before_images_are_read(metabridge, monkeypa
         (["data", "check", "folder"], "ways shots queries"),
     ],
 )
-def test_whole_numbers_have_an_upper_bound(metabridge, command, options):
+def test_integer_options_have_an_upper_bound(metabridge, command, options):
     for option in options.split():
         status, printed, errors = metabridge(*command, f"--{option}", 10**20)
         assert (status, printed, errors.count("\n")) == (2, "", 1)
@@ -282,13 +290,17 @@ def test_whole_numbers_have_an_upper_bound(metabridge, command, options):
             ["--training-ways", 10**6],
             "--training-ways is 1000000, but split 'train' has 709 classes. Use --training-ways 709",
         ),
+        (
+            ["--method", "maml", "--training-ways", 8],
+            "--training-ways is 8, but the head of maml has only 5 outputs. Use --training-ways 5 or fewer",
+        ),
         (["--shots", 10**6], "class '"),
     ],
 )
 def test_a_step_or_network_too_large_for_the_memory_is_refused(
     metabridge, glyphs, tmp_path, monkeypatch, arguments, message
 ):
-    monkeypatch.setattr("os.sysconf", lambda name: 2**15)  # pages of as many bytes: 1 GiB
+    monkeypatch.setattr("os.sysconf", lambda name: 2**15)  # 2^15 pages of 2^15 bytes: 1 GiB
     status, printed, errors = metabridge("train", *arguments, "--device", "cpu", "--out", tmp_path / "run")
     assert (status, printed) == (2, "")
     assert errors.splitlines()[-1].startswith(f"metabridge train: {message}")

@@ -15,12 +15,12 @@ spec.loader.exec_module(generate)
 
 
 @pytest.mark.parametrize("page", generate.pages(), ids=lambda page: page.name)
-def test_every_table_is_what_the_results_say(page):
+def test_tables_agree_with_the_results(page):
     text = page.read_text(encoding="utf-8")
     assert generate.replace_tables(text) == text, "run `make docs`"
 
 
-def test_every_table_stands_on_some_page():
+def test_every_table_is_on_a_page():
     text = "".join(page.read_text(encoding="utf-8") for page in generate.pages())
     shown = set(re.findall(r"<!-- table ([\w-]+) -->", text))
     results = {file.stem for file in (ROOT / "results").glob("*.json") if not file.stem.startswith("bench-")}
@@ -28,14 +28,14 @@ def test_every_table_stands_on_some_page():
 
 
 @pytest.mark.parametrize("page", generate.pages(), ids=lambda page: page.name)
-def test_every_link_to_a_file_leads_somewhere(page):
+def test_every_linked_file_exists(page):
     for link in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
         if "://" not in link:
             assert (page.parent / link).exists(), link
 
 
 def test_the_examples_of_the_readme_run(glyphs, tmp_path, monkeypatch):
-    """Every Python block, in order, as a reader would type it, with the training cut short."""
+    """Run all Python blocks in order, with fewer iterations and tasks."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     assert blocks

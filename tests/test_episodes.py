@@ -11,25 +11,25 @@ X, Y = torch.zeros(2, 3, 4), torch.zeros(2, 3, dtype=torch.int64)
 
 def test_a_slice_selects_tasks():
     episodes = clusters((4,), tasks=5)
-    part = episodes[1:3]
-    assert len(part) == 2
-    assert torch.equal(part.query_x, episodes.query_x[1:3])
-    assert torch.equal(part.classes, episodes.classes[1:3])
+    selected = episodes[1:3]
+    assert len(selected) == 2
+    assert torch.equal(selected.query_x, episodes.query_x[1:3])
+    assert torch.equal(selected.classes, episodes.classes[1:3])
     assert torch.equal(episodes[-1].support_x, episodes.support_x[-1:])
 
 
-def test_without_split_both_sets_contain_all_points():
+def test_without_split_both_sets_contain_all_examples():
     episodes = clusters((4,))
     joint = episodes.without_split()
     assert joint.support_x.shape[1] == episodes.support_x.shape[1] + episodes.query_x.shape[1]
     assert joint.support_x is joint.query_x
     assert not joint.is_split
-    part = joint[:1]
-    assert part.query_y is part.support_y
+    selected = joint[:1]
+    assert selected.query_y is selected.support_y
     assert joint.without_split() is joint
 
 
-def test_a_function_of_the_targets_keeps_the_inputs_and_whether_there_is_a_split():
+def test_map_targets_keeps_the_inputs_and_is_split():
     episodes = clusters((2,))
     for tasks in (episodes, episodes.without_split()):
         mapped = tasks.map_targets(lambda y: y + 1)
@@ -51,14 +51,14 @@ def test_notebooks_show_a_table_of_the_sets():
     assert "<tr><td>query</td><td>float32 of shape (2, 1, 4)</td><td>int64 of shape (2, 1)</td></tr>" in html
 
 
-def test_a_dtype_changes_inputs_and_values_but_not_labels():
+def test_to_with_a_dtype_converts_inputs_but_not_class_labels():
     episodes = clusters((4,)).to(dtype=torch.float32)
     assert episodes.support_x.dtype == torch.float32
     assert episodes.support_y.dtype == torch.int64
 
 
 @pytest.mark.parametrize(
-    ("arguments", "sentence"),
+    ("arguments", "message"),
     [
         ((X.int(), Y, X, Y), "support_x is int32 of shape (2, 3, 4), but inputs must be floating point"),
         ((X[0], Y, X, Y), "must have shape (tasks, examples, features...)"),
@@ -71,10 +71,10 @@ def test_a_dtype_changes_inputs_and_values_but_not_labels():
         ((X, Y, X, Y, torch.zeros(3, 5, dtype=torch.int64)), "classes is int64 of shape (3, 5)"),
     ],
 )
-def test_the_error_names_the_wrong_shape_or_dtype(arguments, sentence):
+def test_the_error_names_the_wrong_shape_or_dtype(arguments, message):
     with pytest.raises(InputError) as error:
         Episodes(*arguments)
-    assert sentence in str(error.value)
+    assert message in str(error.value)
 
 
 def test_the_same_inputs_with_other_targets_are_split():

@@ -54,7 +54,7 @@ def words_of(path: Path) -> set[str]:
     return words
 
 
-def used(word: str, *paths: str) -> bool:
+def is_used(word: str, *paths: str) -> bool:
     """Return whether the code of test files or folders contains a word, other than in comments or longer strings."""
     return any(word in words_of(TESTS / path) for path in paths)
 
@@ -88,7 +88,7 @@ def test_every_solver_is_exported_and_tested(kind):
 @pytest.mark.parametrize("kind", heads.Head.registry.values(), ids=lambda kind: kind.name)
 def test_every_head_is_exported_and_tested(kind):
     assert kind.__name__ in heads.__all__
-    assert used(kind.__name__, "heads")
+    assert is_used(kind.__name__, "heads")
 
 
 @pytest.mark.parametrize("rule", OUTER_RULES)
@@ -119,7 +119,7 @@ def test_every_builder_of_a_network_is_registered_and_tested():
             if inspect.signature(function).return_annotation == "Network" and name != "supernet":
                 assert BUILDERS.get(name) is function, f"decorate {name} with @stores_build_arguments"
     for name in BUILDERS:
-        assert used(name, "models"), f"no test of models uses {name}"
+        assert is_used(name, "models"), f"no test of models uses {name}"
 
 
 @pytest.mark.parametrize("name", options_of(ImageTrainingConfig))
@@ -127,7 +127,7 @@ def test_every_training_option_is_read_and_tested(name):
     source = [file.read_text(encoding="utf-8") for file in PACKAGE.rglob("*.py") if file.name != "config.py"]
     assert any(re.search(rf"\.{name}\b", text) for text in source), f"nothing reads {name}"
     flags = options_of(ImageTrainingConfig)[name].metadata["flags"] or (f"--{name.replace('_', '-')}",)
-    assert any(used(word, "training", "cli") for word in (name, *flags)), f"no test uses {name}"
+    assert any(is_used(word, "training", "cli") for word in (name, *flags)), f"no test uses {name}"
 
 
 def registered_commands() -> list[typer.models.CommandInfo]:
@@ -155,7 +155,7 @@ def test_every_command_has_an_example_and_a_test():
     for command in registered_commands():
         name = command.name or command.callback.__name__
         assert "Example: **metabridge " in command.callback.__doc__, f"the help of {name} has no example"
-        assert used(name, "cli", "test_cli.py", "inference"), f"no test runs {name}"
+        assert is_used(name, "cli", "test_cli.py", "inference"), f"no test runs {name}"
 
 
 def test_every_module_of_experiments_defines_an_experiment_or_is_imported_by_one():
@@ -166,12 +166,12 @@ def test_every_module_of_experiments_defines_an_experiment_or_is_imported_by_one
 @pytest.mark.parametrize("name", experiment_modules())
 def test_every_experiment_is_tested(name):
     module = experiment_modules()[name].rpartition(".")[2]
-    assert used(name, "experiments") or used(module, "experiments")
+    assert is_used(name, "experiments") or is_used(module, "experiments")
 
 
 @pytest.mark.parametrize("mode", get_args(Mode))
 def test_every_engine_is_tested(mode):
-    assert used(mode, "learners/test_engine.py")
+    assert is_used(mode, "learners/test_engine.py")
 
 
 @pytest.mark.parametrize("kernel", get_args(SearchKernel))
@@ -181,7 +181,7 @@ def test_every_search_kernel_has_a_proxy_and_is_tested(kernel):
     if proxy is not None:
         assert proxy.kernel == kernel
         assert proxy.from_matrices(KernelMatrices(torch.eye(4), torch.eye(4)), tasks=2, queries=1).failure is None
-    assert used(kernel, "nas")
+    assert is_used(kernel, "nas")
 
 
 def test_commands_offer_every_kernel_and_name_every_operator():
@@ -211,10 +211,11 @@ def test_every_kernel_layer_is_exported_and_tested():
     for name in modules_of(kernels):
         module = importlib.import_module(f"metabridge.kernels.{name}")
         for kind in vars(module).values():
-            local = inspect.isclass(kind) and kind.__module__ == module.__name__ and not kind.__name__.startswith("_")
-            if local and kind not in (Activation, Layer) and not inspect.isabstract(kind) and _is_layer(kind):
+            is_class = inspect.isclass(kind) and not kind.__name__.startswith("_")
+            is_local = is_class and kind.__module__ == module.__name__
+            if is_local and kind not in (Activation, Layer) and not inspect.isabstract(kind) and _is_layer(kind):
                 assert kind.__name__ in kernels.__all__, f"add {kind.__name__} to kernels/__init__.py"
-                assert used(kind.__name__, "kernels") or used(kind.__name__.lower(), "kernels")
+                assert is_used(kind.__name__, "kernels") or is_used(kind.__name__.lower(), "kernels")
 
 
 def _is_layer(kind: type) -> bool:

@@ -66,7 +66,7 @@ def test_pipes_and_terminals_are_streamed_to_and_folders_refused(tmp_path):
         write_atomically(tmp_path, b"content")
 
 
-STDOUT = """
+WRITE_STDOUT_PROGRAM = """
 import sys
 from metabridge.files import write_output
 print("before")
@@ -85,9 +85,10 @@ def test_standard_output_is_written_in_order_and_is_not_replaced(tmp_path, name,
     with (tmp_path / "printed").open("wb") as file:
         file.write(b"first\n")
         file.flush()
-        done = subprocess.run([sys.executable, "-c", STDOUT, name], stdout=file if to_file else subprocess.PIPE)
-    assert done.returncode == 0
-    printed = (tmp_path / "printed").read_bytes().removeprefix(b"first\n") if to_file else done.stdout
+        command = [sys.executable, "-c", WRITE_STDOUT_PROGRAM, name]
+        process = subprocess.run(command, stdout=file if to_file else subprocess.PIPE)
+    assert process.returncode == 0
+    printed = (tmp_path / "printed").read_bytes().removeprefix(b"first\n") if to_file else process.stdout
     assert printed == b"before\ncontent\nafter\n"
     assert Path("/dev/stdout").is_symlink()
 
@@ -107,13 +108,13 @@ def test_a_link_at_the_temporary_name_is_not_followed(tmp_path, monkeypatch):
     victim = tmp_path / "victim"
     victim.write_bytes(b"precious")
     names = set()
-    opened = os.open
+    original_open = os.open
 
     def plant(path, flags, *arguments):
         if str(path).endswith(".part"):
             names.add(path)
             os.symlink(victim, path)
-        return opened(path, flags, *arguments)
+        return original_open(path, flags, *arguments)
 
     monkeypatch.setattr(os, "open", plant)
     for _ in range(2):
@@ -142,14 +143,14 @@ def test_an_existing_file_keeps_its_mode_and_a_new_file_follows_the_umask(tmp_pa
 def test_readers_see_complete_files_while_several_threads_write(tmp_path):
     file, contents = tmp_path / "file", [bytes([65 + index]) * 200_000 for index in range(4)]
     write_atomically(file, contents[0])
-    failed: list[BaseException] = []
+    errors: list[BaseException] = []
 
     def write(content: bytes) -> None:
         try:
             for _ in range(25):
                 write_atomically(file, content)
         except BaseException as error:
-            failed.append(error)
+            errors.append(error)
 
     threads = [threading.Thread(target=write, args=[content]) for content in contents]
     for thread in threads:
@@ -157,21 +158,21 @@ def test_readers_see_complete_files_while_several_threads_write(tmp_path):
     seen = set()
     while any(thread.is_alive() for thread in threads):
         seen.add(file.read_bytes())
-    assert not failed
+    assert not errors
     assert seen <= set(contents)
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_content_is_flushed_to_disk_before_the_rename(tmp_path, monkeypatch):
-    done: list[str] = []
+    calls: list[str] = []
     sync, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda number: (done.append("sync"), sync(number)))
-    monkeypatch.setattr(os, "replace", lambda *paths: (done.append("replace"), replace(*paths)))
+    monkeypatch.setattr(os, "fsync", lambda number: (calls.append("sync"), sync(number)))
+    monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("replace"), replace(*paths)))
     write_atomically(tmp_path / "file", b"content")
-    assert done[:2] == ["sync", "replace"]
+    assert calls[:2] == ["sync", "replace"]
 
 
-HOLD = """
+HOLD_LOCK_PROGRAM = """
 import sys
 from metabridge.files import FolderLock
 lock = FolderLock(sys.argv[1])
@@ -182,7 +183,7 @@ sys.stdin.read()
 
 def test_a_locked_folder_is_refused_with_the_name_of_the_holder_until_it_ends(tmp_path):
     for end in (lambda holder: holder.stdin.close(), lambda holder: holder.kill()):
-        with python(HOLD, tmp_path) as holder:
+        with python(HOLD_LOCK_PROGRAM, tmp_path) as holder:
             assert holder.stdout.readline() == "locked\n"
             with pytest.raises(InputError) as caught:
                 FolderLock(tmp_path)
@@ -199,39 +200,39 @@ def test_a_locked_folder_is_refused_with_the_name_of_the_holder_until_it_ends(tm
 
 
 def test_one_thread_at_a_time_holds_the_lock(tmp_path):
-    inside, most, refused, gate = [], [], [], threading.Barrier(8)
+    holders, holder_counts, refusals, barrier = [], [], [], threading.Barrier(8)
 
     def work() -> None:
-        gate.wait()
+        barrier.wait()
         for _ in range(50):
             try:
                 with FolderLock(tmp_path):
-                    inside.append(1)
-                    most.append(len(inside))
-                    inside.pop()
+                    holders.append(1)
+                    holder_counts.append(len(holders))
+                    holders.pop()
             except InputError as error:
-                refused.append(str(error))
+                refusals.append(str(error))
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert set(most) == {1}
-    assert len(most) + len(refused) == 400
-    assert all("is in use by" in message for message in refused)
+    assert set(holder_counts) == {1}
+    assert len(holder_counts) + len(refusals) == 400
+    assert all("is in use by" in message for message in refusals)
 
 
 def test_a_lock_file_removed_during_locking_is_created_again(tmp_path, monkeypatch):
-    tried, lock = [], files._try_lock
+    calls, try_lock = [], files._try_lock
 
-    def removed(descriptor: int) -> bool:
-        if not tried:
+    def remove_and_lock(descriptor: int) -> bool:
+        if not calls:
             (tmp_path / files.LOCK_FILE).unlink()
-        tried.append(descriptor)
-        return lock(descriptor)
+        calls.append(descriptor)
+        return try_lock(descriptor)
 
-    monkeypatch.setattr(files, "_try_lock", removed)
+    monkeypatch.setattr(files, "_try_lock", remove_and_lock)
     with FolderLock(tmp_path), pytest.raises(InputError, match=f"is in use by process {os.getpid()} on"):
         FolderLock(tmp_path)
 
@@ -289,7 +290,7 @@ def test_a_link_or_pipe_in_place_of_the_lock_file_is_refused(tmp_path):
         FolderLock(tmp_path)
 
 
-KILLED = """
+KILLED_WRITER_PROGRAM = """
 import os, signal, sys
 from pathlib import Path
 from metabridge.files import write_atomically
@@ -300,9 +301,9 @@ write_atomically(Path(sys.argv[1]), b"content")
 
 @POSIX
 def test_temporary_files_of_killed_processes_are_removed(tmp_path):
-    with python(KILLED, tmp_path / "weights") as killed:
+    with python(KILLED_WRITER_PROGRAM, tmp_path / "weights") as killed:
         assert killed.wait() == -signal.SIGKILL
-    (left,) = tmp_path.iterdir()
+    (leftover,) = tmp_path.iterdir()
     old = tmp_path / f".state.{killed.pid}.part"  # the naming scheme of earlier versions
     living = [tmp_path / f".state.{os.getpid()}.part", tmp_path / f".state.{os.getpid()}.{'0' * 16}.part"]
     others = [tmp_path / "download.part", tmp_path / ".film.part"]
@@ -311,7 +312,7 @@ def test_temporary_files_of_killed_processes_are_removed(tmp_path):
     with FolderLock(tmp_path):
         pass
     assert set(tmp_path.iterdir()) == {*living, *others}
-    assert left.name.startswith(".weights.")
+    assert leftover.name.startswith(".weights.")
 
 
 def test_without_support_for_locks_there_is_a_warning(tmp_path, monkeypatch, caplog):

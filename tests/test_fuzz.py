@@ -19,7 +19,7 @@ from fuzz.worker import Worker
 import planted_readers
 
 PLANTED = "planted_readers:READERS"
-RANDOM = 8  # random cases of each reader, in addition to the hand-written ones
+RANDOM_CASES = 8  # number of random cases of each reader, in addition to the hand-written ones
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def worker():
 
 @pytest.mark.parametrize("name", READERS)
 def test_damaged_and_hostile_files_are_refused_or_read_within_limits(worker, name):
-    cases = worker.prepare(name) + RANDOM
+    cases = worker.prepare(name) + RANDOM_CASES
     failed = [outcome for outcome in worker.run(name, 0, cases) if outcome.kind in FAILURES]
     assert not failed
 
@@ -93,14 +93,14 @@ def test_a_stopped_run_continues_to_the_same_counts(tmp_path):
         return before, {name: tally.row() for name, tally in campaign.tallies.items()}
 
     run_campaign(20, tmp_path / "parts")
-    before, parts = run_campaign(50, tmp_path / "parts")
+    before, resumed = run_campaign(50, tmp_path / "parts")
     _, complete = run_campaign(50, tmp_path / "complete")
     assert before == {"sound": 20, "traceback": 20}
-    peaks = [row.pop("peak_mib") for rows in (parts, complete) for row in rows.values()]
-    assert parts == complete
+    peaks = [row.pop("peak_mib") for rows in (resumed, complete) for row in rows.values()]
+    assert resumed == complete
     assert max(peaks) < 64
-    assert parts["sound"]["refused"] + parts["sound"]["accepted_equal"] == 50
-    assert parts["traceback"]["tracebacks"] == 50 - parts["traceback"]["accepted_equal"]
+    assert resumed["sound"]["refused"] + resumed["sound"]["accepted_equal"] == 50
+    assert resumed["traceback"]["tracebacks"] == 50 - resumed["traceback"]["accepted_equal"]
 
 
 @pytest.mark.parametrize("change", [mutate.change_json, mutate.change_json_lines, mutate.change_pickle, mutate.damage])

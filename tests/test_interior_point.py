@@ -1,4 +1,4 @@
-"""The interior-point solver against scipy."""
+"""Compare the interior-point solver with SciPy."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from torch import Tensor
 from metabridge.interior_point import solve_qp
 
 
-def points(*shape: int, seed: int = 0) -> Tensor:
+def random_normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
 def program(seed: int, b: int = 2, n: int = 5, m: int = 2) -> tuple[Tensor, ...]:
-    """A feasible program with two-sided, one-sided and absent bounds."""
-    root = points(b, n, n, seed=seed)
-    A, inside = points(b, m, n, seed=seed + 1), points(b, n, seed=seed + 2)
+    """Return a feasible program with two-sided, one-sided and absent bounds."""
+    root = random_normal(b, n, n, seed=seed)
+    A, feasible_point = random_normal(b, m, n, seed=seed + 1), random_normal(b, n, seed=seed + 2)
     kind = torch.arange(b * n).reshape(b, n) % 4
-    lo = torch.where(kind < 2, inside - 0.3, -torch.inf)
-    hi = torch.where(kind % 2 == 0, inside + 0.5, torch.inf)
-    return root @ root.mT, points(b, n, seed=seed + 3), A, (A @ inside[..., None])[..., 0].sum(0), lo, hi
+    lo = torch.where(kind < 2, feasible_point - 0.3, -torch.inf)
+    hi = torch.where(kind % 2 == 0, feasible_point + 0.5, torch.inf)
+    return root @ root.mT, random_normal(b, n, seed=seed + 3), A, (A @ feasible_point[..., None])[..., 0].sum(0), lo, hi
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -46,17 +46,17 @@ def test_the_solution_equals_that_of_scipy(seed):
 
 def test_batched_and_mapped_solutions_equal_those_of_single_programs():
     programs = [program(seed) for seed in range(0, 24, 4)]
-    batch = [torch.stack(parts) for parts in zip(*programs)]
+    batch = [torch.stack(tensors) for tensors in zip(*programs)]
     single = torch.stack([solve_qp(*program_tensors).alpha for program_tensors in programs])
-    folded = solve_qp(*(part.unflatten(0, (2, 3)) for part in batch)).alpha
+    folded = solve_qp(*(tensor.unflatten(0, (2, 3)) for tensor in batch)).alpha
     torch.testing.assert_close(folded.flatten(0, 1), single)
     torch.testing.assert_close(torch.func.vmap(solve_qp)(*batch).alpha, single)
 
 
 def test_a_program_without_inequalities_equals_its_linear_system():
     Q, e, A, r, lo, _ = program(0)
-    everywhere = torch.full_like(lo, torch.inf)
-    solution = solve_qp(Q, e, A, r, -everywhere, everywhere)
+    infinity = torch.full_like(lo, torch.inf)
+    solution = solve_qp(Q, e, A, r, -infinity, infinity)
     rows = torch.cat(list(A), -1)
     system = torch.cat([torch.cat([torch.block_diag(*Q), -rows.mT], 1), torch.cat([rows, rows.new_zeros(2, 2)], 1)])
     torch.testing.assert_close(

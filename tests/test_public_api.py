@@ -51,7 +51,7 @@ SECTION = re.compile(r"^( *)(Args|Returns|Yields|Raises|Attributes):\n((?:\1 +.*
 
 
 def public_names(module: ModuleType) -> list[str]:
-    """Return `__all__`; of a module without it, what it defines itself."""
+    """Return `__all__` or, if a module has none, the public names that the module itself defines."""
     defined = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
     return getattr(module, "__all__", [name for name in defined if not name.startswith("_")])
 
@@ -76,7 +76,7 @@ def sections(docstring: str) -> dict[str, str]:
 
 
 def parameters(value: Any) -> list[str]:
-    """Return the names of the arguments that a caller gives."""
+    """Return the names of the arguments that a caller passes."""
     if is_dataclass(value):
         return [field.name for field in fields(value) if field.init and not field.name.startswith("_")]
     if inspect.isclass(value) and "__init__" not in vars(value) and "__new__" not in vars(value):
@@ -158,7 +158,7 @@ def test_docstrings_of_functions_methods_and_classes_that_raise_an_input_error_h
 
 
 def method_is_generated(owner: type, method: str) -> bool:
-    """Return whether `dataclass` or `NamedTuple` made the method, so that it has no source."""
+    """Return whether `dataclass` or `NamedTuple` generated the method, which then has no source code."""
     return vars(owner)[method].__code__.co_filename.startswith("<")
 
 
@@ -200,11 +200,11 @@ def origin(value: Any) -> str:
     return value.__name__ if inspect.ismodule(value) else str(getattr(value, "__module__", ""))
 
 
-def test_there_are_about_two_dozen_names_at_the_top():
+def test_the_top_level_has_at_most_28_names():
     assert len(TOP_LEVEL) <= 28
 
 
-def test_no_two_public_things_have_one_name():
+def test_no_two_public_objects_have_the_same_name():
     seen: dict[str, Any] = {}
     in_each_package = {"load"}  # runs in metabridge, images in metabridge.datasets
     for package in PACKAGES:
@@ -217,12 +217,12 @@ def test_no_two_public_things_have_one_name():
 
 
 @pytest.fixture(scope="module")
-def shown(glyphs) -> dict[str, Any]:
+def displayed_objects(glyphs) -> dict[str, Any]:
     """Return objects that users display."""
     net, maml, sinusoids = mb.models.conv4(), mb.method("maml"), mb.environments.Sinusoid()
     run = mb.fit(mb.models.mlp(1, 1), maml, sinusoids, iterations=1, progress=False)
     x, labels = torch.randn(1, 50, 16), torch.arange(5).repeat(10)[None]
-    world = mb.environments.HardEasy(rho_hard=0.1, rho_easy=1.0, R=5.0, r_hard=0.5, r_easy=0.5)
+    hard_easy = mb.environments.HardEasy(rho_hard=0.1, rho_easy=1.0, R=5.0, r_hard=0.5, r_easy=0.5)
     architecture = random_architecture(torch.Generator().manual_seed(0))
     wrapped = nn.Sequential(nn.Flatten(), mb.models.mlp(4, 2))
     return {
@@ -244,7 +244,7 @@ def shown(glyphs) -> dict[str, Any]:
         "empirical kernel": mb.kernels.EmpiricalKernel(mb.models.mlp(4, 2)),
         "empirical kernel of a module": mb.kernels.EmpiricalKernel(wrapped),
         "analytic kernel": mb.kernels.conv4_kernel(),
-        "diagnosis": mb.diagnose(mb.environments.LinearTasks(world.landscape, shots=50, queries=50), tasks=50),
+        "diagnosis": mb.diagnose(mb.environments.LinearTasks(hard_easy.landscape, shots=50, queries=50), tasks=50),
         "search result": SearchResult(architecture, seconds=12.5, evaluated=1533, failed=0),
         "data report": DatasetReport(
             "folder", "<folders>", (SplitReport("test", 1, 9, 4, 4.5, 5, "a < b"),), {}, {}, (), (), ("oak",), ()
@@ -252,8 +252,8 @@ def shown(glyphs) -> dict[str, Any]:
     }
 
 
-def test_objects_have_a_short_representation_on_one_line(shown):
-    for name, value in shown.items():
+def test_objects_have_a_short_representation_on_one_line(displayed_objects):
+    for name, value in displayed_objects.items():
         text = repr(value)
         assert text.startswith(type(value).__name__), name
         assert "\n" not in text, name
@@ -261,13 +261,13 @@ def test_objects_have_a_short_representation_on_one_line(shown):
         assert name == "data report" or len(text) < 200, name
 
 
-def test_the_representation_names_the_method_and_the_network(shown):
-    assert repr(shown["network"]) == "Network(conv4, 32,773 parameters, 5 outputs)"
-    assert repr(shown["network built by hand"]) == "Network(85 parameters, 5 outputs)"
-    assert repr(shown["run"]) == "Run(maml, mlp, 1 iterations, finished)"
-    assert repr(shown["adapted"]) == "Adapted(maml, mlp)"
-    assert repr(shown["trainer"]) == "Trainer(maml, conv4, 0 of 1000 iterations)"
-    assert repr(shown["linear head"]) == "LinearHead(weight: float32 of shape (1, 5, 16), normalize=True)"
+def test_the_representation_names_the_method_and_the_network(displayed_objects):
+    assert repr(displayed_objects["network"]) == "Network(conv4, 32,773 parameters, 5 outputs)"
+    assert repr(displayed_objects["network built by hand"]) == "Network(85 parameters, 5 outputs)"
+    assert repr(displayed_objects["run"]) == "Run(maml, mlp, 1 iterations, finished)"
+    assert repr(displayed_objects["adapted"]) == "Adapted(maml, mlp)"
+    assert repr(displayed_objects["trainer"]) == "Trainer(maml, conv4, 0 of 1000 iterations)"
+    assert repr(displayed_objects["linear head"]) == "LinearHead(weight: float32 of shape (1, 5, 16), normalize=True)"
 
 
 TABLES = {
@@ -280,8 +280,8 @@ TABLES = {
 
 
 @pytest.mark.parametrize("name", TABLES)
-def test_notebooks_show_results_as_tables(shown, name):
-    html = shown[name]._repr_html_()
+def test_notebooks_show_results_as_tables(displayed_objects, name):
+    html = displayed_objects[name]._repr_html_()
     assert html.startswith("<table><caption>")
     assert html.endswith("</table>")
     assert TABLES[name] in html

@@ -50,7 +50,7 @@ def test_an_object_is_loaded_from_json_as_it_was_stored(kind):
 
 
 @every_class
-def test_a_summary_starts_with_the_label_and_says_the_numbers(kind):
+def test_a_summary_starts_with_the_label_and_contains_the_numbers(kind):
     summary = kind().summary()
     assert summary.startswith(kind.label)
     for field in fields(kind):
@@ -88,13 +88,13 @@ def test_a_subclass_is_registered_and_described():
     assert Cat(3, indoors=False).summary() == "house cat: age 3, indoors no"
 
 
-def test_a_subclass_that_forgets_a_property_is_refused():
+def test_a_subclass_without_a_required_attribute_is_refused():
     with pytest.raises(TypeError, match="Bird must set the class attribute 'legs'"):
         type("Bird", (Pet,), {"name": "bird", "label": "bird"})
     assert "bird" not in Pet.registry
 
 
-def test_two_subclasses_of_one_name_are_refused():
+def test_two_subclasses_with_the_same_name_are_refused():
     with pytest.raises(TypeError, match="Tomcat and Cat have the same name"):
         type("Tomcat", (Pet,), {"name": "cat", "label": "tomcat", "legs": 4})
     with pytest.raises(TypeError, match="Lion and Cat have the same name"):

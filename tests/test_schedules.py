@@ -39,14 +39,13 @@ def rates(scheduler: LRScheduler) -> list[float]:
         (Cosine(), lambda o: CosineAnnealingLR(o, T_max=ITERATIONS)),
     ],
 )
-def test_a_schedule_of_the_iteration_is_pytorchs(ours, theirs):
+def test_factors_equal_those_of_pytorchs_schedulers(ours, theirs):
     factors = [ours.factor(iteration / ITERATIONS, []) for iteration in range(ITERATIONS)]
     assert factors == pytest.approx(rates(theirs(optimizer())), abs=1e-9)
 
 
-def stepped(chosen: Schedule, **options) -> Trainer:
-    """A trainer with this schedule."""
-    settings = TrainingConfig(iterations=ITERATIONS, schedule=chosen, lr=1e-6, validate_tasks=2, **options)
+def make_trainer(schedule: Schedule, **options) -> Trainer:
+    settings = TrainingConfig(iterations=ITERATIONS, schedule=schedule, lr=1e-6, validate_tasks=2, **options)
     validate = Sinusoid() if options else None
     return Trainer(
         mlp(1, 1, width=2), method("nal"), Sinusoid(shots=1, queries=1), settings, validate=validate, mode="loop"
@@ -60,39 +59,39 @@ def stepped(chosen: Schedule, **options) -> Trainer:
         (Cosine(), lambda o: CosineAnnealingLR(o, T_max=ITERATIONS)),
     ],
 )
-def test_each_step_of_a_training_has_the_rate_that_pytorchs_schedule_gives_it(ours, theirs):
-    trainer, used = stepped(ours), []
+def test_every_training_step_uses_the_learning_rate_of_pytorchs_scheduler(ours, theirs):
+    trainer, learning_rates = make_trainer(ours), []
     step = trainer.optimizer.step
-    trainer.optimizer.step = lambda: (used.append(trainer.optimizer.param_groups[0]["lr"]), step())
+    trainer.optimizer.step = lambda: (learning_rates.append(trainer.optimizer.param_groups[0]["lr"]), step())
     for _ in range(ITERATIONS):
         trainer.step()
-    assert [1e6 * rate for rate in used] == pytest.approx(rates(theirs(optimizer())), abs=1e-9)
+    assert [1e6 * rate for rate in learning_rates] == pytest.approx(rates(theirs(optimizer())), abs=1e-9)
 
 
-def test_the_step_after_a_validation_is_the_first_with_the_rate_of_a_plateau(monkeypatch):
+def test_a_plateau_changes_the_rate_of_the_step_after_a_validation(monkeypatch):
     """The scores fall, so that each validation after the first drops the rate."""
     means = iter(range(100, 0, -1))
     monkeypatch.setattr(
         "metabridge.training.trainer.evaluate", lambda *_, **__: Score(next(means), 0.0, 2, torch.empty(0), "accuracy")
     )
-    trainer, used = stepped(Plateau(drop=0.5, patience=0), validate_every=3), []
+    trainer, learning_rates = make_trainer(Plateau(drop=0.5, patience=0), validate_every=3), []
     for _ in range(10):
         trainer.step()
-        used.append(1e6 * trainer.optimizer.param_groups[0]["lr"])
-    assert used == pytest.approx([1, 1, 1, 1, 1, 1, 0.5, 0.5, 0.5, 0.25])
+        learning_rates.append(1e6 * trainer.optimizer.param_groups[0]["lr"])
+    assert learning_rates == pytest.approx([1, 1, 1, 1, 1, 1, 0.5, 0.5, 0.5, 0.25])
 
 
-def test_a_warm_up_rises_in_a_line_and_then_falls_as_the_cosine_does():
-    warm = Cosine(warmup=0.2)
-    assert [warm.factor(done, []) for done in (0.0, 0.05, 0.1, 0.2)] == pytest.approx([0, 0.25, 0.5, 1])
-    assert warm.factor(0.2 + 0.8 * 0.3, []) == pytest.approx(Cosine().factor(0.3, []))
+def test_a_warm_up_rises_linearly_and_then_falls_like_the_cosine():
+    cosine = Cosine(warmup=0.2)
+    assert [cosine.factor(progress, []) for progress in (0.0, 0.05, 0.1, 0.2)] == pytest.approx([0, 0.25, 0.5, 1])
+    assert cosine.factor(0.2 + 0.8 * 0.3, []) == pytest.approx(Cosine().factor(0.3, []))
 
 
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("patience", "drop"), [(0, 0.5), (2, 0.1), (4, 0.3)])
 def test_a_plateau_drops_the_rate_when_pytorchs_does(patience, drop, seed):
-    draw = random.Random(seed)
-    scores = [draw.random() * index**0.3 for index in range(60)]
+    rng = random.Random(seed)
+    scores = [rng.random() * index**0.3 for index in range(60)]
     improved = [score > max(scores[:index], default=-1) for index, score in enumerate(scores)]
     steps = optimizer()
     theirs = ReduceLROnPlateau(steps, mode="max", factor=drop, patience=patience, threshold=0, eps=0)
@@ -100,7 +99,7 @@ def test_a_plateau_drops_the_rate_when_pytorchs_does(patience, drop, seed):
         theirs.step(score)
         rate = steps.param_groups[0]["lr"]
         assert Plateau(drop, patience).factor(0.5, improved[:count]) == pytest.approx(rate, rel=1e-9)
-    assert rate < 1  # some waits were in vain
+    assert rate < 1  # there was at least one plateau
 
 
 @pytest.mark.parametrize("warmup", [-0.1, 1.0])
@@ -109,14 +108,14 @@ def test_a_warm_up_that_leaves_no_training_is_refused(warmup):
         Cosine(warmup)
 
 
-def test_every_name_gives_its_schedule_and_an_unknown_one_a_sentence():
+def test_schedule_returns_a_schedule_by_name_and_rejects_unknown_names():
     assert {name: type(schedule(name)) for name in SCHEDULES} == SCHEDULES
     with pytest.raises(InputError, match="schedule is 'linear', but must be one of constant, step, cosine, plateau"):
         schedule("linear")
 
 
 @pytest.mark.parametrize(
-    ("make", "complaint"),
+    ("make", "message"),
     [
         (lambda: Step(at=(60, 80)), r"at is \(60, 80\), but must be a tuple of fractions"),
         (lambda: Step(at=0.5), "at is 0.5, but must be a tuple of fractions"),
@@ -126,6 +125,6 @@ def test_every_name_gives_its_schedule_and_an_unknown_one_a_sentence():
         (lambda: TrainingConfig(augment=True), "augment is True, but must be an Augment"),
     ],
 )
-def test_schedules_that_would_never_do_anything_are_refused(make, complaint):
-    with pytest.raises(InputError, match=complaint):
+def test_invalid_schedules_raise_an_input_error(make, message):
+    with pytest.raises(InputError, match=message):
         make()

@@ -21,7 +21,7 @@ def two_threads():
     torch.set_num_threads(default)
 
 
-def threads_of_a_new_thread() -> int:
+def intra_op_threads_of_a_new_thread() -> int:
     counts = []
     thread = threading.Thread(target=lambda: counts.append(torch.get_num_threads()))
     thread.start()
@@ -29,13 +29,13 @@ def threads_of_a_new_thread() -> int:
     return counts[0]
 
 
-def test_workers_have_one_compute_thread_and_other_new_threads_have_the_default_number():
+def test_workers_use_one_intra_op_thread_and_other_new_threads_the_default_number():
     default = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
         pool = thread_pool(2)
         assert [future.result() for future in [pool.submit(torch.get_num_threads) for _ in range(4)]] == [1] * 4
-        assert pool.submit(threads_of_a_new_thread).result() == 3
+        assert pool.submit(intra_op_threads_of_a_new_thread).result() == 3
         assert torch.get_num_threads() == 3
         assert thread_pool(2) is pool
     finally:
@@ -62,10 +62,10 @@ def test_calls_inside_a_worker_do_not_wait_for_their_own_pool():
 
 def test_a_stream_yields_the_results_of_all_threads_and_raises_their_errors():
     before = torch.get_num_threads()
-    assert sorted(stream_over_threads(lambda share: (2 * item for item in share), [1, 2, 3])) == [2, 4, 6]
+    assert sorted(stream_over_threads(lambda items: (2 * item for item in items), [1, 2, 3])) == [2, 4, 6]
 
-    def failing(share):
-        yield from share
+    def failing(items):
+        yield from items
         raise ValueError("no more")
 
     with pytest.raises(ValueError, match="no more"):
@@ -114,10 +114,10 @@ def differentiate(tokens, _):
 
 
 def test_the_graph_of_a_failed_backward_pass_is_released(two_threads):
-    tokens, both = [], Barrier(2)
+    tokens, barrier = [], Barrier(2)
     with pytest.raises(NotImplementedError, match="no derivative"):
         list(map_over_threads(partial(differentiate, tokens), [0, 1]))
-    list(map_over_threads(lambda _: both.wait(timeout=60), [0, 1]))  # both workers are idle again
+    list(map_over_threads(lambda _: barrier.wait(timeout=60), [0, 1]))  # both workers are idle again
     gc.collect()
     assert len(tokens) == 2
     assert [token() for token in tokens] == [None, None]

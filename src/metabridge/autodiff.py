@@ -1,4 +1,4 @@
-"""Gradients and vector-Jacobian products of functions of trees of tensors. Calls can be nested to any depth.
+"""Gradients and vector-Jacobian products of functions whose arguments are pytrees of tensors, nested to any depth.
 
 Inside a `torch.func` transform such as `vmap`, the functions call `torch.func`. Elsewhere they call `torch.autograd`,
 which returns the same numbers with less overhead: for small networks on a CPU, the wrappers of `torch.func` take much
@@ -23,7 +23,7 @@ def inside_transform() -> bool:
 
 
 def grad_and_value(function: Callable[[T], Tensor], argument: T) -> tuple[T, Tensor]:
-    """Return the gradient and the value of a scalar `function` at `argument`, a tree of tensors.
+    """Return the gradient and the value of a scalar `function` at `argument`, a pytree of tensors.
 
     >>> grad_and_value(lambda p: (p["x"] ** 3).sum(), {"x": torch.tensor([2.0])})
     ({'x': tensor([12.])}, tensor(8.))
@@ -35,7 +35,7 @@ def grad_and_value(function: Callable[[T], Tensor], argument: T) -> tuple[T, Ten
 
 
 def grad(function: Callable[[T], Tensor], argument: T) -> T:
-    """Return the gradient of a scalar `function` at `argument`, a tree of tensors."""
+    """Return the gradient of a scalar `function` at `argument`, a pytree of tensors."""
     return grad_and_value(function, argument)[0]
 
 
@@ -66,7 +66,8 @@ def _autograd_vjp(
 ) -> tuple[Callable[[Any], Any], Any]:
     """Return the vector-Jacobian product and the value of `function` at `arguments`.
 
-    For a scalar value, the product accepts None for the cotangent 1. If `retain_graph` is false, it can be called once.
+    For a scalar value, the product accepts None as the cotangent 1. If `retain_graph` is false, it can be called only
+    once.
     """
     leaves, spec = tree_flatten(arguments)
     # If an argument requires a gradient, an outer derivative is being computed: do not detach the argument from it.

@@ -13,7 +13,7 @@ _REGISTERED_NAME = re.compile(r'^    name: ClassVar\[str\] = "([\w-]+)"$', re.MU
 
 @cache
 def builder_modules() -> dict[str, str]:
-    """Return the names of the modules that define the builders of networks, by the builder's name.
+    """Return the builders of networks: a dictionary from the name of each builder to the name of its module.
 
     >>> builder_modules()["conv4"]
     'metabridge.models.conv4'
@@ -41,7 +41,7 @@ def head_names() -> list[str]:
 
 
 def alternatives(words: Iterable[str]) -> str:
-    """Return words as a list with "or".
+    """Join words with commas and "or".
 
     >>> alternatives(["adam", "sgd", "muon"])
     'adam, sgd or muon'
@@ -51,7 +51,7 @@ def alternatives(words: Iterable[str]) -> str:
 
 
 def _names_in_source(package: str, pattern: re.Pattern[str]) -> dict[str, str]:
-    """Return the names that a pattern matches in the modules of a subpackage, in order, with their modules."""
+    """Return a sorted dictionary from the names that `pattern` finds in a subpackage to the names of their modules."""
     modules = {
         name: f"metabridge.{package}.{file.stem}"
         for file in (Path(__file__).parent / package).glob("*.py")

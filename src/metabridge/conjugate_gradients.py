@@ -23,9 +23,9 @@ def conjugate_gradients(
     """Solve Ax = target for many systems at once, each until its residual is small enough.
 
     The squared residual of x is ⟨r, M⁻¹r⟩ with r = target − Ax and the preconditioner M. A system is solved when its
-    squared residual is at most `squared_rtol` times that of x = 0, or at most `squared_atol`. Squared residuals
-    below `squared_atol` count as rounding errors, which directions of almost no curvature would amplify. A solved
-    system does not change while others are iterated.
+    squared residual is at most `squared_rtol` times that of x = 0, or at most `squared_atol`. Residuals that small
+    count as rounding errors, which further steps along directions of almost no curvature would amplify. A solved system
+    does not change while others are iterated.
 
     Args:
         matvec: Returns Av for the positive definite matrices A.

@@ -17,8 +17,8 @@ class Episodes:
     """The support and query sets of several tasks. The first dimension of every tensor indexes the tasks.
 
     Inputs have shape (tasks, examples, ...) and are floating point, or int64 for networks that take indices. Targets
-    are class labels, int64 of shape (tasks, examples), or regression values, floating point of shape (tasks, examples,
-    outputs).
+    are class labels (int64 of shape (tasks, examples)) or regression targets (floating point of shape (tasks, examples,
+    outputs)).
 
     Args:
         support_x: Inputs of the support sets.
@@ -26,7 +26,8 @@ class Episodes:
         query_x: Inputs of the query sets.
         query_y: Targets of the query sets.
         classes: The rows of the shared head that compute each task's outputs, int64 indices of shape (tasks, outputs).
-            A row belongs to a training class, or to a task with a separate head. Needed only by multi-task methods.
+            A row belongs to a training class or, if every task has its own head, to a task. Only multi-task methods
+            need it.
 
     Raises:
         InputError: If dtypes or shapes do not match.
@@ -76,7 +77,7 @@ class Episodes:
         """Return the selected tasks; an integer selects one task and keeps the task dimension."""
         if isinstance(tasks, int):
             if not -len(self) <= tasks < len(self):
-                raise IndexError(f"task {tasks} of {len(self)}")
+                raise IndexError(f"task index {tasks} is out of range for {len(self)} tasks")
             tasks = slice(tasks, tasks + 1 or None)
         return self.map(lambda tensor: tensor[tasks])
 
@@ -119,7 +120,7 @@ class Episodes:
             x: Inputs of all examples, (tasks, examples, ...).
             y: Targets of all examples.
             shots: Number of examples per support set. The first examples of each task are its support set.
-            classes: See the constructor.
+            classes: See `Episodes`.
 
         Returns:
             The episodes.
@@ -188,7 +189,7 @@ class Episodes:
         return replace(self, support_x=x, query_x=function(self.query_x) if self.is_split else x)
 
     def map_targets(self, function: Callable[[Tensor], Tensor]) -> Episodes:
-        """Apply `function` to the class labels or regression values of each set.
+        """Apply `function` to the targets of each set.
 
         Args:
             function: Maps targets of shape (tasks, examples, ...) to targets with the same first two dimensions.

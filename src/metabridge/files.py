@@ -292,9 +292,8 @@ class FolderLock:
             except BaseException:
                 os.close(descriptor)
                 raise
-            os.close(
-                descriptor
-            )  # the previous holder removed this lock file after it was opened here: open the new one
+            # the previous holder removed this lock file after it was opened here: open the new one
+            os.close(descriptor)
 
     def _raise_in_use(self, descriptor: int) -> NoReturn:
         try:
@@ -311,9 +310,8 @@ def _try_lock(descriptor: int) -> bool:
     """Try to lock an open file, and return whether it is locked. If locks are not supported, warn and return true."""
     try:
         if sys.platform == "win32":
-            os.lseek(
-                descriptor, 2**30, os.SEEK_SET
-            )  # lock a byte beyond the content, so that the content stays readable
+            # lock a byte beyond the content, so that the content stays readable
+            os.lseek(descriptor, 2**30, os.SEEK_SET)
             msvcrt.locking(descriptor, msvcrt.LK_NBLCK, 1)
             os.lseek(descriptor, 0, os.SEEK_SET)
         else:

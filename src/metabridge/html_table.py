@@ -7,7 +7,7 @@ from html import escape
 
 
 def html_table(caption: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return an HTML table with escaped texts.
+    """Return an HTML table, in which all text is escaped.
 
     >>> html_table("a < b", ["x", "y"], [["1", "2"]])
     '<table><caption>a &lt; b</caption><tr><th>x</th><th>y</th></tr><tr><td>1</td><td>2</td></tr></table>'

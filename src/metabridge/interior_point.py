@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Smallest target of the mean complementarity (slack · multiplier): with smaller ones the Cholesky factors would lose
-# precision.
+# Smallest target of the mean complementarity (slack · multiplier). With smaller targets, the Cholesky factors would
+# lose precision.
 _MIN_COMPLEMENTARITY = 1e-13
 # Weight of the proximal term ‖step‖², relative to the largest diagonal entry of Q. It makes the Cholesky factorization
 # of a singular Q possible and does not change the solution.

@@ -72,13 +72,13 @@ class Registered:
         return cls.by_stored_name()[options.pop("solver")](**options)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the fields, and the stored name under the key "solver"."""
+        """Return the fields, and the stored name under the key "solver", which heads use, too."""
         keys = {field: key for key, field in _FIELD_NAMES.items()}
         options = {keys.get(name, name): value for name, value in asdict(self).items()}  # type: ignore[call-overload]
         return {"solver": self.stored_name} | options
 
     def summary(self) -> str:
-        """Return the label and all fields, except texts and yes/no options that have their default values."""
+        """Return the label and all fields, except strings and booleans that have their default values."""
         values = {field.name: (getattr(self, field.name), field.default) for field in fields(self)}  # type: ignore[arg-type]
         settings = [
             f"{name.replace('_', ' ')} {_as_word(value)}"

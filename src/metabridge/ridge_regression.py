@@ -15,7 +15,7 @@ def ridge_weight(features: Tensor, targets: Tensor, penalty: Tensor) -> Tensor:
     Args:
         features: X, (..., n, d).
         targets: Y, (..., n, k).
-        penalty: A scalar tensor. A penalty below the rounding errors of the matrix is raised to them.
+        penalty: A scalar tensor. A penalty smaller than the rounding errors of the matrix is increased to their size.
 
     >>> import torch
     >>> ridge_weight(torch.tensor([[1.0]]), torch.tensor([[8.0]]), torch.tensor(3.0))
@@ -36,7 +36,7 @@ def ridge_dual(gram: Tensor, targets: Tensor, penalty: Tensor) -> tuple[Tensor, 
     Args:
         gram: XXᵀ, (..., n, n).
         targets: Y, (..., n, k).
-        penalty: A scalar tensor. A penalty below the rounding errors of the matrix is raised to them.
+        penalty: A scalar tensor. A penalty smaller than the rounding errors of the matrix is increased to their size.
 
     >>> import torch
     >>> x, y = torch.tensor([[4.0], [6.0]]), torch.tensor([[0.0], [4.0]])

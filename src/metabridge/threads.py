@@ -1,6 +1,7 @@
-"""Run Python functions on several CPU cores, each in a thread with one PyTorch compute thread.
+"""Run Python functions on several CPU cores, in worker threads that each use one PyTorch intra-op thread.
 
-Operations on small tensors do not use more than one core, so several tasks are computed at the same time instead.
+Operations on small tensors do not use more than one core. Therefore several tasks are computed at the same time, each
+on one core.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 def map_over_threads(function: Callable[..., R], *arguments: Sequence[Any]) -> Iterator[R]:
     """Yield `function(*items)` for the items of one or more sequences, in their order, like `map`.
 
-    The calls run in worker threads, each with one compute thread, in the caller's gradient mode. Because the order is
-    fixed, a sum of the results does not depend on the number of threads. If there is only one call or one compute
-    thread, everything runs in the calling thread, with all compute threads.
+    The calls run in worker threads that each use one intra-op thread, in the caller's gradient mode. Because the order
+    is fixed, a sum of the results does not depend on the number of threads. If there is only one call, or PyTorch uses
+    only one intra-op thread, the calls run in the calling thread.
     """
     threads = min(torch.get_num_threads(), *map(len, arguments))
     if threads < 2:  # always true inside a worker, which therefore never waits for its own pool
@@ -58,9 +59,8 @@ def stream_over_threads(
 ) -> Iterator[R]:
     """Split the items among threads, call `function` once per thread with its items, and yield the results.
 
-    The default of `threads` is PyTorch's number of compute threads. Results are yielded as soon as they are computed,
-    in any order. If the caller stops early or a call fails, the other threads stop after
-    their current result.
+    The default of `threads` is PyTorch's number of intra-op threads. Results are yielded as soon as they are computed,
+    in any order. If the caller stops early or a call fails, the other threads stop after their current result.
     """
     threads = min(threads or torch.get_num_threads(), len(items))
     if threads < 2:  # always true inside a worker, which therefore never waits for its own pool
@@ -99,41 +99,43 @@ def stream_over_threads(
 
 
 def thread_pool(threads: int) -> ThreadPoolExecutor:
-    """Return the pool of `threads` worker threads with one compute thread each.
+    """Return the pool of `threads` worker threads that each use one PyTorch intra-op thread.
 
     A process creates each pool once and then reuses it.
 
-    `torch.set_num_threads` sets the number for the calling thread and also the default for threads that start later.
-    Every worker therefore calls it once when it starts, and the default is restored when all have started.
+    `torch.set_num_threads` sets the number of intra-op threads of the calling thread, and also the default for threads
+    that start later. Every worker thread calls it once when it starts, and the default is restored when all worker
+    threads have started.
     """
     with _POOLS_LOCK:
         if threads not in _POOLS:
             keep_freed_memory()
-            default, ready = torch.get_num_threads(), Barrier(threads + 1)
+            default, all_started = torch.get_num_threads(), Barrier(threads + 1)
 
-            def start() -> None:
+            def initialize_worker() -> None:
                 torch.get_num_threads()  # the first call copies the default to this thread; later defaults are ignored
                 torch.set_num_threads(1)
                 with torch.enable_grad():
                     _THREAD_STATE.leaf = torch.ones((), requires_grad=True)
-                    _THREAD_STATE.oldest_node = _THREAD_STATE.leaf.clone()
-                ready.wait()
+                    _THREAD_STATE.oldest_output = _THREAD_STATE.leaf.clone()
+                all_started.wait()
 
             _POOLS[threads] = pool = ThreadPoolExecutor(threads, "metabridge")
             for _ in range(threads):
-                pool.submit(start)
-            ready.wait()
+                pool.submit(initialize_worker)
+            all_started.wait()
             torch.set_num_threads(default)
         return _POOLS[threads]
 
 
 def release_failed_backward() -> None:
-    """Empty PyTorch's queue of backward nodes of this worker thread after a backward pass failed in it.
+    """Remove the nodes of a failed backward pass from the autograd queue of this worker thread.
 
     Otherwise the nodes stay in the queue until the thread ends, and the process aborts if the thread ends after the
-    interpreter. Newer nodes run first, so a backward pass of a graph older than the failed one empties the queue.
+    interpreter has shut down. Autograd runs the most recently created nodes first. A backward pass through an older
+    graph therefore runs the leftover nodes before its own.
     """
-    torch.autograd.grad(_THREAD_STATE.oldest_node, _THREAD_STATE.leaf, retain_graph=True)
+    torch.autograd.grad(_THREAD_STATE.oldest_output, _THREAD_STATE.leaf, retain_graph=True)
 
 
 if hasattr(os, "register_at_fork"):

@@ -15,25 +15,25 @@ def runs(glyphs, tmp_path_factory) -> dict[str, Path]:
     from metabridge.training.config import default_config
     from metabridge.training.image_training import train_on_images
 
-    root, made = tmp_path_factory.mktemp("runs"), {}
+    root, folders = tmp_path_factory.mktemp("runs"), {}
     for name in ("mtl", "anil"):
-        short = {"iterations": 4, "validate_every": 2, "validate_tasks": 4, "queries": 2, "batch_size": 2}
-        config = replace(default_config(name), **short, model_options={"filters": 6})
+        small_options = {"iterations": 4, "validate_every": 2, "validate_tasks": 4, "queries": 2, "batch_size": 2}
+        config = replace(default_config(name), **small_options, model_options={"filters": 6})
         train_on_images(config, load_images("glyphs"), out=root / name, progress=False)
-        made[name] = root / name
-    return made
+        folders[name] = root / name
+    return folders
 
 
 @pytest.fixture
 def photographs(tmp_path) -> Path:
-    """Class folders of small PNG files in color, each class with a hue of its own, split by folders."""
-    draw = np.random.default_rng(0)
+    """Folders of small color images, one per class, in one folder per split. Each class has its own hue."""
+    generator = np.random.default_rng(0)
     for split, classes in (("train", 4), ("validation", 3), ("test", 3)):
         for label in range(classes):
             folder = tmp_path / "photographs" / split / f"{split} {label}"
             folder.mkdir(parents=True)
-            hue = draw.integers(0, 200, 3)
+            hue = generator.integers(0, 200, 3)
             for index in range(5):
-                pixels = hue + draw.integers(0, 55, (20, 18 + index, 3))
+                pixels = hue + generator.integers(0, 55, (20, 18 + index, 3))
                 Image.fromarray(pixels.astype(np.uint8)).save(folder / f"{index}.png")
     return tmp_path / "photographs"

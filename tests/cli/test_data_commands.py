@@ -19,7 +19,7 @@ def root(tmp_path):
 TASKS = ("--ways", 2, "--shots", 1, "--queries", 3)
 
 
-def test_data_without_problems_exit_with_status_0(check, root):
+def test_the_exit_status_is_0_without_problems(check, root):
     status, printed, errors = check(root, *TASKS)
     assert (status, errors) == (0, "")
     first, *_, last = printed.splitlines()
@@ -31,7 +31,7 @@ def test_data_without_problems_exit_with_status_0(check, root):
     assert "modes: RGB (17)\nsizes: 8×8 (17)\n" in printed
 
 
-def test_problems_exit_with_status_1_or_2_if_strict(check, root):
+def test_the_exit_status_is_1_with_problems_and_2_if_strict(check, root):
     (root / "train" / "cat" / "bad.png").write_bytes(b"no image")
     (root / "test" / "yeti").mkdir()
     (root / "test" / "[oak]" / "copy.png").write_bytes((root / "train" / "dog" / "0.png").read_bytes())
@@ -52,7 +52,7 @@ def test_impossible_tasks_are_reported_with_a_reason(check, root):
     assert "train: 3 ways need 3 classes, but there are 2: use fewer ways, or add more classes." in printed
 
 
-def test_a_small_validation_split_is_a_remark(check, tmp_path):
+def test_a_small_validation_split_is_not_a_problem(check, tmp_path):
     classes = {"train": 3, "validation": 2, "test": 3}
     root = write_tree(tmp_path, {f"{split}/{split}{index}": 4 for split, n in classes.items() for index in range(n)})
     status, printed, _ = check(root, "--ways", 3, "--shots", 1, "--queries", 3)
@@ -82,11 +82,11 @@ def test_many_sizes_are_summarized_as_a_range(check, root):
     assert "sizes: 4 different sizes, widths 8 to 30, heights 5 to 20" in check(root, *TASKS)[1]
 
 
-def test_unusable_data_exit_with_one_sentence_and_status_2(check, tmp_path):
+def test_a_missing_path_prints_one_sentence_and_exits_with_status_2(check, tmp_path):
     assert check(tmp_path / "nowhere") == (
         2,
         "",
-        f"metabridge data check: {tmp_path / 'nowhere'} does not exist. Use the path of the data set.\n",
+        f"metabridge data check: {tmp_path / 'nowhere'} does not exist. Check the path.\n",
     )
 
 

@@ -1,4 +1,4 @@
-"""Names of every kind, terminals of every width and encoding, and output that cannot be written."""
+"""Unusual names, narrow terminals, terminals without Unicode, and output that cannot be written."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from small_runs import TRAIN
 
 ESCAPE, LATIN = b"\x1b[31mred", b"caf\xe9"
 NAMES = (b"[red]x", b"[bold", ESCAPE, "é".encode(), LATIN, b"new\nline", b"<script>alert(1)<", b"$x^$", b"bell\x07")
-RAW = "\x1b\x07"  # what must never reach a terminal
+CONTROL_CHARACTERS = "\x1b\x07"  # which must never be printed to a terminal
 
 
 @pytest.fixture
-def odd(tmp_path) -> Path:
-    """Class folders and files named by markup, escape codes, HTML or no UTF-8, and a class named `[/train]`."""
-    root, draw = tmp_path / "odd [red]", np.random.default_rng(0)
+def unusual_images(tmp_path) -> Path:
+    """Folders of images whose names contain markup, escape codes, HTML or invalid UTF-8, and a class `[/train]`."""
+    root, generator = tmp_path / "odd [red]", np.random.default_rng(0)
     for split in ("train", "validation", "test"):
         for name in [f"{split} {os.fsdecode(name)}" for name in NAMES] + [f"[/{split}]"]:
             folder = root / split / name
             try:
                 folder.mkdir(parents=True)
             except (OSError, UnicodeError):
-                pytest.skip("this file system does not take any bytes for a name")
+                pytest.skip("this file system does not accept these bytes in names")
             for index in range(5):
-                pixels = draw.integers(0, 256, (16, 16, 3)).astype(np.uint8)
+                pixels = generator.integers(0, 256, (16, 16, 3)).astype(np.uint8)
                 Image.fromarray(pixels).save(folder / f"{index} {os.path.basename(name)}.png")
     (root / "test" / f"test {os.fsdecode(ESCAPE)}" / "bad.png").write_bytes(b"no image")
     return root
@@ -45,51 +45,51 @@ def shown(name: bytes) -> str:
     return printable(os.fsdecode(name))
 
 
-def test_control_characters_and_bytes_that_are_no_text_are_shown_as_escapes():
+def test_control_characters_and_invalid_bytes_are_printed_as_escapes():
     assert printable("a\x1b[31m\n\t\x9b\u202e") == r"a\x1b[31m\n\t\x9b\u202e"
     assert printable(os.fsdecode(b"caf\xe9 \xff")) == r"caf\xe9 \xff"
     assert printable("é × 数 [/] \\") == "é × 数 [/] \\"
 
 
-def test_names_of_every_kind_go_through_all_commands(metabridge, odd, tmp_path):
-    run, out = tmp_path / "run", tmp_path / "told.csv"
+def test_all_commands_work_with_unusual_names(metabridge, unusual_images, tmp_path):
+    run, out = tmp_path / "run", tmp_path / "predictions.csv"
     shape = ("--ways", 3, "--shots", 1)
-    status, checked, _ = metabridge("data", "check", odd, *shape, "--queries", 2)
+    status, checked, _ = metabridge("data", "check", unusual_images, *shape, "--queries", 2)
     assert status == 1
     assert f"unreadable: test/test {shown(ESCAPE)}/bad.png (it is not an image" in checked
-    status, printed, complained = metabridge(
-        *TRAIN, "--method", "mtl", "--data", odd, "--size", 16, *shape, "--out", run
+    status, printed, errors = metabridge(
+        *TRAIN, "--method", "mtl", "--data", unusual_images, "--size", 16, *shape, "--out", run
     )
     assert status == 0
     trained = {f"train {os.fsdecode(name)}" for name in NAMES} | {"[/train]"}
     assert set(json.loads((run / "settings.json").read_bytes())["tasks"]["class_names"]) == trained
-    asked = ("--tasks", 20, "--queries", 2, "--shots", 1, "--device", "cpu")
-    status, evaluated, noted = metabridge("evaluate", run, *asked, "--json", tmp_path / "r.json")
+    options = ("--tasks", 20, "--queries", 2, "--shots", 1, "--device", "cpu")
+    status, evaluated, evaluation_errors = metabridge("evaluate", run, *options, "--json", tmp_path / "r.json")
     assert status == 0
     known = json.loads((tmp_path / "r.json").read_bytes())[0]["classes"]
     assert set(known) == {name.replace("train", "test") for name in trained}
     assert printable(min(known, key=known.get)) in evaluated
-    query = ("--query", odd / "test", "--device", "cpu")
-    status, adapted, left_out = metabridge(
-        "adapt", run, "--support", odd / "train", *query, "--out", out, "--save", tmp_path / "[/]saved"
+    query = ("--query", unusual_images / "test", "--device", "cpu")
+    status, adapted, adaptation_errors = metabridge(
+        "adapt", run, "--support", unusual_images / "train", *query, "--out", out, "--save", tmp_path / "[/]saved"
     )
-    assert status == 1  # for the one that is no image
-    assert shown(ESCAPE) in left_out
+    assert status == 1  # one file is not an image
+    assert shown(ESCAPE) in adaptation_errors
     columns = next(csv.reader(out.read_text().splitlines(keepends=True)))
     assert {"train [red]x", "train new\nline", "train <script>alert(1)<", "train caf\\udce9"} <= set(columns)
     assert metabridge("predict", tmp_path / "[/]saved", *query, "--out", tmp_path / "again.csv")[0] == 1
     assert (tmp_path / "again.csv").read_bytes() == out.read_bytes()
-    everything = checked + printed + complained + evaluated + noted + adapted + left_out
-    assert not set(RAW) & set(everything)
+    everything = checked + printed + errors + evaluated + evaluation_errors + adapted + adaptation_errors
+    assert not set(CONTROL_CHARACTERS) & set(everything)
     assert "[/train]" in adapted
     assert all(f"train {shown(name)}" in adapted for name in NAMES)
 
 
-def test_an_error_names_what_is_markup_and_shows_escape_codes(metabridge, tmp_path):
-    status, _, complained = metabridge("data", "check", tmp_path / "[/]\x1b[31m\nred")
+def test_errors_print_markup_unchanged_and_escape_control_characters(metabridge, tmp_path):
+    status, _, errors = metabridge("data", "check", tmp_path / "[/]\x1b[31m\nred")
     assert status == 2
-    assert complained.startswith(f"metabridge data check: {tmp_path}/[/]\\x1b[31m\\nred does not exist. ")
-    assert complained.count("\n") == 1
+    assert errors.startswith(f"metabridge data check: {tmp_path}/[/]\\x1b[31m\\nred does not exist. ")
+    assert errors.count("\n") == 1
 
 
 def test_warnings_are_notes_without_escape_codes(metabridge, monkeypatch):
@@ -98,12 +98,12 @@ def test_warnings_are_notes_without_escape_codes(metabridge, monkeypatch):
         raise InputError("no image is left.")
 
     monkeypatch.setattr("metabridge.datasets.check_dataset", warn)
-    complained = metabridge("data", "check", ".")[2]
-    assert complained == "Note: left out: \\x1b[31m\nmetabridge data check: no image is left.\n"
+    errors = metabridge("data", "check", ".")[2]
+    assert errors == "Note: left out: \\x1b[31m\nmetabridge data check: no image is left.\n"
 
 
 @pytest.mark.parametrize("width", [10, 24, 40, 60, 80, 200])
-def test_no_width_of_the_terminal_cuts_a_cell(monkeypatch, capsys, width):
+def test_tables_are_complete_at_every_terminal_width(monkeypatch, capsys, width):
     monkeypatch.setenv("COLUMNS", str(width))
     rows = [["a/very/long/path/to/some/run [/]", "5", "33.3 ± 12.1", "some class 0.1 %", "-12.1 ± 10.5"]]
     columns = ("run", "shots", "accuracy, %", "worst class", "against the first, %")
@@ -122,7 +122,7 @@ def test_no_width_of_the_terminal_cuts_a_cell(monkeypatch, capsys, width):
 
 
 @pytest.mark.parametrize("command", [("methods",), ("data", "check", "{root}", "--ways", 2, "--queries", 1)])
-def test_the_commands_cut_nothing_in_40_columns(metabridge, photographs, monkeypatch, command):
+def test_commands_print_all_cells_in_40_columns(metabridge, photographs, monkeypatch, command):
     words = [str(photographs) if word == "{root}" else word for word in command]
     wide = metabridge(*words)[1]
     monkeypatch.setattr("os.get_terminal_size", lambda *_: os.terminal_size((40, 20)))
@@ -141,30 +141,30 @@ def run_program(*arguments: object, **options) -> subprocess.CompletedProcess[by
     return subprocess.run(words, env=environment, stderr=subprocess.PIPE, check=False, **options)
 
 
-def test_a_terminal_that_lacks_letters_gets_escapes(odd):
-    done = run_program(
-        *("data", "check", odd, "--ways", 2, "--queries", 2),
+def test_characters_that_the_terminal_cannot_encode_are_escaped(unusual_images):
+    process = run_program(
+        *("data", "check", unusual_images, "--ways", 2, "--queries", 2),
         env={"PYTHONIOENCODING": "ascii"},
         stdout=subprocess.PIPE,
     )
-    assert (done.returncode, done.stderr) == (1, b"")
-    printed = done.stdout.decode("ascii")
+    assert (process.returncode, process.stderr) == (1, b"")
+    printed = process.stdout.decode("ascii")
     assert "sizes: 16\\xd716" in printed
     assert "Problems found; see above." in printed
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full")
-def test_a_full_device_is_named_in_one_sentence():
+def test_a_full_device_prints_one_sentence():
     with open("/dev/full", "wb") as full:
-        done = run_program("--version", stdout=full)
-    assert done.returncode == 2
-    assert done.stderr == b"metabridge: the output cannot be written (No space left on device).\n"
+        process = run_program("--version", stdout=full)
+    assert process.returncode == 2
+    assert process.stderr == b"metabridge: the output cannot be written (No space left on device).\n"
 
 
-@pytest.mark.skipif(os.name == "nt", reason="closed pipes are told otherwise")
-def test_output_that_nobody_reads_ends_quietly():
+@pytest.mark.skipif(os.name == "nt", reason="closed pipes are reported differently")
+def test_a_closed_pipe_ends_the_command_without_a_message():
     reading, writing = os.pipe()
     os.close(reading)
     with open(writing, "wb") as closed:
-        done = run_program("--help", stdout=closed)
-    assert (done.returncode, done.stderr) == (1, b"")
+        process = run_program("--help", stdout=closed)
+    assert (process.returncode, process.stderr) == (1, b"")

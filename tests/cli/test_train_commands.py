@@ -14,14 +14,12 @@ from metabridge.training import image_training, load
 from small_runs import EVALUATE, TRAIN
 
 
-def test_training_leaves_the_run_in_its_folder_and_the_same_command_does_not_train_again(
-    metabridge, tmp_path, monkeypatch
-):
+def test_training_writes_a_run_and_the_same_command_does_not_train_again(metabridge, tmp_path, monkeypatch):
     out = tmp_path / "run"
-    status, printed, complained = metabridge(*TRAIN, "--method", "mtl", "--out", out)
+    status, printed, errors = metabridge(*TRAIN, "--method", "mtl", "--out", out)
     assert status == 0
-    assert "metabridge train:" not in complained
-    assert [line for line in complained.splitlines() if line.startswith("mtl 2/4: loss")]  # progress goes to stderr
+    assert "metabridge train:" not in errors
+    assert [line for line in errors.splitlines() if line.startswith("mtl 2/4: loss")]  # progress goes to stderr
     assert "2/4" not in printed
     assert {file.name for file in out.iterdir()} == {
         "settings.json",
@@ -43,11 +41,11 @@ def test_training_leaves_the_run_in_its_folder_and_the_same_command_does_not_tra
     assert (out / "weights.safetensors").read_bytes() == before
 
 
-def test_a_run_that_was_stopped_goes_on_with_the_same_command(metabridge, tmp_path):
+def test_a_stopped_run_is_continued_by_the_same_command(metabridge, tmp_path):
     command = (*TRAIN, "--method", "anil", "--out", tmp_path / "run")
-    status, printed, complained = metabridge(*command, "--minutes", 0)
+    status, printed, errors = metabridge(*command, "--minutes", 0)
     assert status == 0
-    assert "metabridge train:" not in complained
+    assert "metabridge train:" not in errors
     assert printed.splitlines()[-1] == "Stopped after 0 minutes. Run the same command again to continue."
     assert not (tmp_path / "run" / "weights.safetensors").exists()
     assert metabridge(*command)[0] == 0
@@ -57,16 +55,16 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_command(metabridge, tmp_pa
     assert all(torch.equal(value, once.params[name]) for name, value in stopped.params.items())
 
 
-def test_a_run_is_made_longer_with_more_iterations(metabridge, runs, tmp_path):
+def test_a_finished_run_is_extended_with_more_iterations(metabridge, runs, tmp_path):
     out = tmp_path / "run"
     shutil.copytree(runs["mtl"], out)
     command = [*TRAIN, "--method", "mtl", "--out", out, "--iterations"]
-    status, _, complained = metabridge(*command, 5)
-    assert status == 0, complained
+    status, _, errors = metabridge(*command, 5)
+    assert status == 0, errors
     assert [point.iteration for point in load(out).curve] == [2, 4, 5]
-    status, _, complained = metabridge(*command, 4)
+    status, _, errors = metabridge(*command, 4)
     assert status == 2
-    assert "has done 5 iterations, but iterations is 4. Use --iterations 5 or more" in complained
+    assert "has done 5 iterations, but iterations is 4. Use --iterations 5 or more" in errors
 
 
 DAMAGES = {
@@ -80,42 +78,42 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_run_with_damaged_settings_is_not_evaluated_and_named_in_one_line(metabridge, runs, tmp_path, damage):
-    out, (harm, told) = tmp_path / "run", DAMAGES[damage]
+def test_evaluating_a_run_with_damaged_settings_prints_one_line(metabridge, runs, tmp_path, damage):
+    out, (apply_damage, message) = tmp_path / "run", DAMAGES[damage]
     shutil.copytree(runs["mtl"], out)
     settings = json.loads((out / "settings.json").read_text())
-    harm(settings)
+    apply_damage(settings)
     (out / "settings.json").write_text(json.dumps(settings))
-    status, _, complained = metabridge("evaluate", out, "--shots", 1, *EVALUATE)
+    status, _, errors = metabridge("evaluate", out, "--shots", 1, *EVALUATE)
     assert status == 2
-    assert complained.splitlines()[-1].startswith(f"metabridge evaluate: {out}/settings.json is damaged: ")
-    assert told in complained
+    assert errors.splitlines()[-1].startswith(f"metabridge evaluate: {out}/settings.json is damaged: ")
+    assert message in errors
 
 
-def test_a_folder_with_one_class_to_validate_on_is_trained_and_judged_by_its_own_ways(metabridge, tmp_path):
+def test_a_folder_with_one_validation_class_is_trained_and_evaluated_with_the_ways_of_training(metabridge, tmp_path):
     generator = np.random.default_rng(0)
     for name in "abcdefgh":
         (tmp_path / "photos" / name).mkdir(parents=True)
-        for place in range(9):
+        for index in range(9):
             picture = Image.fromarray(generator.integers(0, 256, (16, 16), dtype=np.uint8))
-            picture.save(tmp_path / "photos" / name / f"{place}.png")
+            picture.save(tmp_path / "photos" / name / f"{index}.png")
     command = (*TRAIN, "--data", tmp_path / "photos", "--size", 16, "--ways", 2, "--out", tmp_path / "run")
-    status, printed, complained = metabridge(*command, "--method", "anil")
+    status, printed, errors = metabridge(*command, "--method", "anil")
     assert status == 0
-    assert "Fewer than two validation classes: keeping the last weights instead of the best." in complained
+    assert "Fewer than two validation classes: keeping the last weights instead of the best." in errors
     assert f"Next: metabridge evaluate {tmp_path / 'run'} --ways 2" in printed
     status, printed, _ = metabridge("evaluate", tmp_path / "run", "--shots", 1, *EVALUATE)
     assert status == 0
     assert "Test split, 2-way, 10 tasks per number of shots" in printed
 
 
-def test_another_setting_in_the_same_folder_is_refused(metabridge, runs):
-    status, _, complained = metabridge(*TRAIN, "--method", "anil", "--lr", 0.5, "--out", runs["anil"])
+def test_another_setting_in_the_same_folder_raises_an_error(metabridge, runs):
+    status, _, errors = metabridge(*TRAIN, "--method", "anil", "--lr", 0.5, "--out", runs["anil"])
     assert status == 2
-    assert "contains a run with other settings (training.lr was 0.001 and is now 0.5)" in complained
+    assert "contains a run with other settings (training.lr was 0.001 and is now 0.5)" in errors
 
 
-def test_options_reach_the_method_the_model_and_the_training(metabridge, tmp_path):
+def test_options_are_passed_to_the_method_the_model_and_the_training(metabridge, tmp_path):
     options = ["--option", "steps=3", "-o", "lr=0.25", "--model-option", "filters=5", "--schedule", "step"]
     options += ["--optimizer", "sgd", "--weight-decay", 0.01, "--ways", 3, "--shots", 2, "--patience", 2, "--augment"]
     status, _, _ = metabridge(*TRAIN, "--method", "anil", *options, "--out", tmp_path / "run", "--seed", 4)
@@ -142,7 +140,7 @@ def test_the_inner_solver_is_chosen_by_name_and_the_method_is_created_once(metab
     assert names == ["anil"]
 
 
-def test_what_is_left_out_is_what_the_method_is_usually_trained_with(metabridge, tmp_path):
+def test_omitted_options_have_the_defaults_of_the_method(metabridge, tmp_path):
     metabridge(
         "train", "--method", "rfs", "--iterations", 1, "--batch-size", 2, "--minutes", 0, "--out", tmp_path / "run"
     )
@@ -153,28 +151,40 @@ def test_what_is_left_out_is_what_the_method_is_usually_trained_with(metabridge,
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "message"),
     [
-        (["--method", "magic"], "There is no method 'magic'. The methods are maml"),
+        (["--method", "magic"], "--method is 'magic', but must be one of maml"),
         (
             ["--method", "anil", "--model", "vgg"],
             "--model is 'vgg', but must be conv4, mlp, resnet12, timm:NAME, wide or the path of an architecture.json",
         ),
         (["--method", "anil", "--option", "stepz=3"], "anil has no option 'stepz'. Its options are lr, rates, steps"),
         (["--method", "anil", "--option", "steps"], "--option is 'steps', but must be KEY=VALUE, such as steps=5."),
-        (["--method", "anil", "--option", "steps=many"], "steps is 'many', but must be an integer"),
-        (["--method", "anil", "--option", "lr=high"], "lr is 'high', but must be a positive number."),
-        (["--method", "anil", "--option", "inner=5"], "inner is 5, but must be a solver such as GradientDescent()"),
-        (["--method", "anil", "--option", "test_solver=5"], "test_solver is 5, but must be one of GradientDescent"),
-        (["--method", "anil", "--option", "test_solver=lasso"], "test_solver is 'lasso', but must be one of centroid"),
+        (["--method", "anil", "--option", "steps=many"], "--option steps is 'many', but must be an integer"),
+        (["--method", "anil", "--option", "lr=high"], "--option lr is 'high', but must be a positive number."),
+        (
+            ["--method", "anil", "--option", "inner=5"],
+            "--option inner is 5, but must be a solver such as GradientDescent()",
+        ),
+        (
+            ["--method", "anil", "--option", "test_solver=5"],
+            "--option test_solver is 5, but must be one of GradientDescent",
+        ),
+        (
+            ["--method", "anil", "--option", "test_solver=lasso"],
+            "--option test_solver is 'lasso', but must be one of centroid",
+        ),
         (
             ["--method", "anil", "--option", "training_head=foo"],
-            "training_head is 'foo', but must be one of 'learned', 'frozen'",
+            "--option training_head is 'foo', but must be one of 'learned', 'frozen'",
         ),
-        (["--method", "anil", "--option", "split=no"], "split is 'no', but must be true or false"),
-        (["--method", "anil", "--option", "loss=5"], "loss is 5, but must be a function"),
+        (["--method", "anil", "--option", "split=no"], "--option split is 'no', but must be true or false"),
+        (["--method", "anil", "--option", "loss=5"], "--option loss is 5, but must be a function"),
         (["--method", "anil", "--model-option", "depth=3"], "conv4 has no option 'depth'."),
-        (["--method", "anil", "--model-option", "filters=many"], "filters is 'many', but must be an integer"),
+        (
+            ["--method", "anil", "--model-option", "filters=many"],
+            "--model-option filters is 'many', but must be an integer",
+        ),
         (["--schedule", "linear"], "--schedule is 'linear', but must be one of constant, step, cosine, plateau."),
         (["--optimizer", "lion"], "--optimizer is 'lion', but must be one of adam, adamw, radam, sgd, muon."),
         (["--precision", "float8"], "--precision is 'float8', but must be one of float32, bfloat16."),
@@ -188,16 +198,16 @@ def test_what_is_left_out_is_what_the_method_is_usually_trained_with(metabridge,
         (["--iterations", "0"], "--iterations is 0, but must be an integer of at least 1."),
     ],
 )
-def test_what_cannot_be_trained_is_named_in_one_line_with_status_2(metabridge, glyphs, tmp_path, arguments, complaint):
-    status, _, complained = metabridge("train", *arguments, "--device", "cpu", "--out", tmp_path / "run")
+def test_invalid_arguments_print_one_line_and_exit_with_status_2(metabridge, glyphs, tmp_path, arguments, message):
+    status, _, errors = metabridge("train", *arguments, "--device", "cpu", "--out", tmp_path / "run")
     assert status == 2
-    assert complained.startswith(f"metabridge train: {complaint}")
-    assert complained.count("\n") == 1
+    assert errors.startswith(f"metabridge train: {message}")
+    assert errors.count("\n") == 1
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
-    ("arguments", "complaint"),
+    ("arguments", "message"),
     [
         (["--optimizer", "lion"], "--optimizer is 'lion'"),
         (["--lr", "-1"], "--lr is -1.0"),
@@ -207,15 +217,15 @@ def test_what_cannot_be_trained_is_named_in_one_line_with_status_2(metabridge, g
         (["--model-option", "filter=8"], "conv4 has no option 'filter'"),
     ],
 )
-def test_what_needs_no_images_is_refused_before_they_are_read(metabridge, monkeypatch, arguments, complaint):
+def test_errors_independent_of_images_are_raised_before_reading_them(metabridge, monkeypatch, arguments, message):
     monkeypatch.setattr("metabridge.datasets.load", lambda *_, **__: pytest.fail("read images"))
-    status, _, complained = metabridge("train", "--device", "cpu", *arguments)
+    status, _, errors = metabridge("train", "--device", "cpu", *arguments)
     assert status == 2
-    assert complained.startswith(f"metabridge train: {complaint}")
+    assert errors.startswith(f"metabridge train: {message}")
 
 
 @pytest.mark.parametrize("method", ["mtl", "rfs"])
-def test_a_folder_of_pictures_trains_and_evaluates_from_end_to_end(metabridge, photographs, tmp_path, method):
+def test_a_folder_of_images_is_trained_and_evaluated(metabridge, photographs, tmp_path, method):
     out = tmp_path / "run"
     tasks = ["--ways", 3, "--shots", 1, "--size", 16, "--data", photographs]
     assert metabridge(*TRAIN, "--method", method, *tasks, "--out", out)[0] == 0
@@ -228,15 +238,15 @@ def test_a_folder_of_pictures_trains_and_evaluates_from_end_to_end(metabridge, p
     assert status == 0
     accuracies = [float(found) for found in re.findall(r"│ +[12] │ +([\d.]+) ±", printed)]
     assert len(accuracies) == 2
-    assert min(accuracies) > 50  # hues tell the classes apart, where guessing gives 33 %
+    assert min(accuracies) > 50  # the hues of the classes differ; guessing has an accuracy of 33 %
 
 
 @pytest.mark.parametrize(
-    ("left", "hint"),
+    ("test_classes", "hint"),
     [(3, "Next: metabridge evaluate {out} --ways 3 "), (1, "Fewer than two test classes: evaluate the run")],
 )
-def test_what_to_do_next_can_be_done_with_the_classes_that_are_left(metabridge, photographs, tmp_path, left, hint):
-    for label in range(left, 3):
+def test_the_next_command_fits_the_number_of_test_classes(metabridge, photographs, tmp_path, test_classes, hint):
+    for label in range(test_classes, 3):
         shutil.rmtree(photographs / "test" / f"test {label}")
     out = tmp_path / "run"
     tasks = ["--ways", 4, "--shots", 1, "--size", 16, "--data", photographs]
@@ -245,44 +255,44 @@ def test_what_to_do_next_can_be_done_with_the_classes_that_are_left(metabridge, 
     assert f"The run is in {out}. {hint.format(out=out)}" in printed
 
 
-def test_what_to_do_next_can_be_done_with_the_images_that_are_there(metabridge, photographs, tmp_path):
+def test_the_next_command_fits_the_number_of_images_per_class(metabridge, photographs, tmp_path):
     out = tmp_path / "run"
     tasks = ["--ways", 3, "--shots", 1, "--size", 16, "--data", photographs]
     printed = metabridge(*TRAIN, "--method", "mtl", *tasks, "--out", out)[1]
     hint = printed.partition("Next: metabridge ")[2].split()
-    assert hint[2:] == ["--ways", "3", "--shots", "1", "--queries", "4"]  # of five images a class
+    assert hint[2:] == ["--ways", "3", "--shots", "1", "--queries", "4"]  # with five images per class
     assert metabridge(*hint, "--tasks", 4, "--device", "cpu")[0] == 0
 
 
-def test_what_to_do_next_can_be_pasted_though_a_path_has_blanks(metabridge, photographs, tmp_path):
+def test_the_next_command_quotes_paths_with_spaces(metabridge, photographs, tmp_path):
     out = tmp_path / "my run"
     tasks = ["--ways", 4, "--shots", 1, "--size", 16, "--data", photographs]
-    _, printed, complained = metabridge(*TRAIN, "--method", "mtl", *tasks, "--out", out)
+    _, printed, errors = metabridge(*TRAIN, "--method", "mtl", *tasks, "--out", out)
     assert shlex.split(printed.partition("Next: metabridge ")[2])[:2] == ["evaluate", str(out)]
-    assert "Only 3 validation classes: validation tasks have 3 ways." in complained
+    assert "Only 3 validation classes: validation tasks have 3 ways." in errors
     assert "Best score on 4 validation tasks (3-way)" in printed
 
 
-def test_a_run_does_not_go_on_with_other_classes_though_as_many(metabridge, photographs, tmp_path):
+def test_a_run_is_not_continued_with_as_many_other_classes(metabridge, photographs, tmp_path):
     command = (*TRAIN, "--ways", 3, "--shots", 1, "--size", 16, "--data", photographs, "--out", tmp_path / "run")
     assert metabridge(*command)[0] == 0
     (photographs / "train" / "train 1").rename(photographs / "train" / "other")
-    status, _, complained = metabridge(*command)
+    status, _, errors = metabridge(*command)
     assert status == 2
-    assert "contains a run with other settings (tasks.class_names[0] was train 0 and is now other)" in complained
+    assert "contains a run with other settings (tasks.class_names[0] was train 0 and is now other)" in errors
 
 
-def test_a_search_does_not_go_into_the_folder_of_a_run(metabridge, runs):
-    status, _, complained = metabridge("search", "--out", runs["mtl"], "--device", "cpu")
+def test_a_search_in_the_folder_of_a_run_raises_an_error(metabridge, runs):
+    status, _, errors = metabridge("search", "--out", runs["mtl"], "--device", "cpu")
     assert status == 2
-    assert f"--out is {runs['mtl']}, which contains a training run. Choose another folder." in complained
+    assert f"--out is {runs['mtl']}, which contains a training run. Choose another folder." in errors
 
 
-def test_a_command_that_failed_before_its_first_step_does_not_keep_its_folder(metabridge, tmp_path, monkeypatch):
+def test_the_folder_of_a_command_that_failed_before_its_first_step_can_be_used_again(metabridge, tmp_path, monkeypatch):
     monkeypatch.setattr("metabridge.learners.engine.Engine.__call__", lambda *_: _fail())
-    status, _, complained = metabridge(*TRAIN, "--method", "mtl", "--lr", 0.5, "--out", tmp_path / "run")
+    status, _, errors = metabridge(*TRAIN, "--method", "mtl", "--lr", 0.5, "--out", tmp_path / "run")
     assert status == 2
-    assert "not enough memory. Use smaller images" in complained
+    assert "not enough memory. Use smaller images" in errors
     monkeypatch.undo()
     assert metabridge(*TRAIN, "--method", "mtl", "--out", tmp_path / "run")[0] == 0
 
@@ -291,7 +301,7 @@ def _fail() -> None:
     raise RuntimeError("out of memory")
 
 
-def test_one_classifier_can_learn_from_soft_targets_and_from_a_run(metabridge, tmp_path):
+def test_mtl_can_be_trained_with_soft_targets_and_a_teacher(metabridge, tmp_path):
     assert metabridge(*TRAIN, "--method", "mtl", "--out", tmp_path / "teacher")[0] == 0
     options = ("--smoothing", 0.1, "--mixup", 0.2, "--ema-decay", 0.9, "--optimizer", "muon")
     student = (*TRAIN, "--method", "mtl", *options, "--teacher", tmp_path / "teacher", "--out", tmp_path / "student")
@@ -299,7 +309,7 @@ def test_one_classifier_can_learn_from_soft_targets_and_from_a_run(metabridge, t
     training = json.loads((tmp_path / "student" / "settings.json").read_text())["training"]
     assert training["soft_targets"] == {"smoothing": 0.1, "mixup": 0.2, "distillation": 0.5, "temperature": 1.0}
     assert (training["ema_decay"], training["optimizer"]) == (0.9, "muon")
-    status, _, complained = metabridge(*TRAIN, "--method", "anil", "--smoothing", 0.1, "--out", tmp_path / "other")
+    status, _, errors = metabridge(*TRAIN, "--method", "anil", "--smoothing", 0.1, "--out", tmp_path / "other")
     assert status == 2
-    assert "soft targets need a method whose head covers all training classes, such as mtl or rfs" in complained
-    assert complained.endswith("Remove --smoothing.\n")
+    assert "but only methods whose head covers all training classes, such as mtl and rfs, support it" in errors
+    assert errors.endswith("Remove --smoothing.\n")

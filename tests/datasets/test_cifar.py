@@ -18,18 +18,21 @@ from pictures import names_in, shared
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
-FINE = sorted(name for _, name in read_split_table("fc100"))
-COARSE = [f"coarse{number:02}" for number in range(20)]
-TRAIN, TEST = 5, 1  # images per class in the two files; the published files have 500 and 100
+FINE_NAMES = sorted(name for _, name in read_split_table("fc100"))
+COARSE_NAMES = [f"coarse{number:02}" for number in range(20)]
+TRAIN_COUNT, TEST_COUNT = 5, 1  # images per class in the two files; the published files have 500 and 100
 
 
-def rows(count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return `count` images per class; the first red value is the class, the green values are the image number."""
-    fine = np.tile(np.arange(100), count)
-    images = np.zeros((len(fine), 3, 32, 32), dtype=np.uint8)
-    images[:, 0, 0, 0] = fine
+def make_images(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return `count` images per class and their labels.
+
+    The first red value is the class, and the green values are the number of the image in its class.
+    """
+    fine_labels = np.tile(np.arange(100), count)
+    images = np.zeros((len(fine_labels), 3, 32, 32), dtype=np.uint8)
+    images[:, 0, 0, 0] = fine_labels
     images[:, 1] = np.arange(count).repeat(100)[:, None, None]
-    return images.reshape(-1, 3072), fine
+    return images.reshape(-1, 3072), fine_labels
 
 
 def write_python(root: Path, *, text_keys: bool = True) -> Path:
@@ -40,11 +43,12 @@ def write_python(root: Path, *, text_keys: bool = True) -> Path:
     def key(name: str) -> str | bytes:
         return name if text_keys else name.encode()
 
-    for name, count in [("train", TRAIN), ("test", TEST)]:
-        images, fine = rows(count)
-        batch = {key("data"): images, key("fine_labels"): fine.tolist(), key("coarse_labels"): (fine // 5).tolist()}
+    for name, count in [("train", TRAIN_COUNT), ("test", TEST_COUNT)]:
+        images, fine_labels = make_images(count)
+        labels = {"fine_labels": fine_labels, "coarse_labels": fine_labels // 5}
+        batch = {key("data"): images, **{key(kind): values.tolist() for kind, values in labels.items()}}
         (folder / name).write_bytes(pickle.dumps(batch, 2))
-    names = {key("fine_label_names"): FINE, key("coarse_label_names"): COARSE}
+    names = {key("fine_label_names"): FINE_NAMES, key("coarse_label_names"): COARSE_NAMES}
     (folder / "meta").write_bytes(pickle.dumps(names, 2))
     return folder
 
@@ -52,16 +56,17 @@ def write_python(root: Path, *, text_keys: bool = True) -> Path:
 def write_binary(root: Path) -> Path:
     folder = root / "cifar-100-binary"
     folder.mkdir(parents=True)
-    for name, count in [("train", TRAIN), ("test", TEST)]:
-        images, fine = rows(count)
-        labels = np.stack([fine // 5, fine], axis=1).astype(np.uint8)
+    for name, count in [("train", TRAIN_COUNT), ("test", TEST_COUNT)]:
+        images, fine_labels = make_images(count)
+        labels = np.stack([fine_labels // 5, fine_labels], axis=1).astype(np.uint8)
         (folder / f"{name}.bin").write_bytes(np.concatenate([labels, images], axis=1).tobytes())
-    (folder / "fine_label_names.txt").write_text("\n".join(FINE) + "\n\n")
-    (folder / "coarse_label_names.txt").write_text("\n".join(COARSE) + "\n")
+    (folder / "fine_label_names.txt").write_text("\n".join(FINE_NAMES) + "\n\n")
+    (folder / "coarse_label_names.txt").write_text("\n".join(COARSE_NAMES) + "\n")
     return folder
 
 
 def pack(folder: Path) -> Path:
+    """Replace a folder by its archive, and return the folder that contains the archive."""
     with tarfile.open(folder.parent / f"{folder.name}.tar.gz", "w:gz") as archive:
         archive.add(folder, folder.name)
     shutil.rmtree(folder)
@@ -85,13 +90,13 @@ def test_every_layout_gives_the_same_classes_and_images(tmp_path, layout):
     assert detect(root) == "cifar-fs"
     images = load("cifar-fs", root)
     assert images.images.shape == (600, 3, 32, 32)
-    expected = [FINE[number] for number in images.images[:, 0, 0, 0].tolist()]
+    expected = [FINE_NAMES[number] for number in images.images[:, 0, 0, 0].tolist()]
     assert expected == [images.class_names[label] for label in images.labels]
     assert Counter(images.images[:, 1, 9, 9].tolist()) == {0: 200, 1: 100, 2: 100, 3: 100, 4: 100}
     superclass_of = {
         name: images.superclass_names[index] for name, index in zip(images.class_names, images.superclasses)
     }
-    assert superclass_of == {name: COARSE[number // 5] for number, name in enumerate(FINE)}
+    assert superclass_of == {name: COARSE_NAMES[number // 5] for number, name in enumerate(FINE_NAMES)}
 
 
 @pytest.mark.parametrize(("name", "folder"), [("cifar-fs", "cifar_fs"), ("fc100", "fc100")])
@@ -110,22 +115,24 @@ def test_fs_cifar100_has_80_training_classes_with_held_out_images_and_20_test_cl
     assert splits["test"] == names_in(load("fc100", tmp_path))["test"]
     assert splits["validation"] == {f"{name} (held out)" for name in splits["train"]}
     counts = torch.bincount(images.labels)
-    assert {split: set(counts[members].tolist()) for split, members in images.splits.items()} == {
+    assert {split: set(counts[labels].tolist()) for split, labels in images.splits.items()} == {
         "train": {4},
         "validation": {2},
         "test": {6},
     }
-    held_out = images.images[images.labels == images.class_names.index("apple (held out)")]
-    assert held_out[:, 1, 9, 9].tolist() == [4, 0]  # CIFAR's last training image and its test image
-    seen, held_out = (images.superclasses[images.class_names.index(name)] for name in ("apple", "apple (held out)"))
-    assert seen == held_out
+    held_out_images = images.images[images.labels == images.class_names.index("apple (held out)")]
+    assert held_out_images[:, 1, 9, 9].tolist() == [4, 0]  # CIFAR's last training image and its test image
+    superclass, held_out_superclass = (
+        images.superclasses[images.class_names.index(name)] for name in ("apple", "apple (held out)")
+    )
+    assert superclass == held_out_superclass
 
 
 @pytest.mark.parametrize("write", [write_python, write_binary])
 def test_images_are_named_by_file_and_row(tmp_path, write):
     source = module.open_source(write(tmp_path), "cifar-fs")
     names = [image.name for image in source.images()]
-    assert names[:6] == [*(f"train: row {100 * count}" for count in range(TRAIN)), "test: row 0"]
+    assert names[:6] == [*(f"train: row {100 * count}" for count in range(TRAIN_COUNT)), "test: row 0"]
 
 
 def test_a_file_that_ends_in_the_middle_of_an_image_is_rejected(tmp_path):
@@ -153,8 +160,8 @@ def test_an_archive_without_one_of_the_files_is_rejected(tmp_path):
 
 def test_fewer_labels_than_images_are_rejected(tmp_path):
     folder = write_python(tmp_path)
-    images, fine = rows(1)
-    batch = {"data": images, "fine_labels": fine[:-1].tolist(), "coarse_labels": (fine // 5).tolist()}
+    images, fine_labels = make_images(1)
+    batch = {"data": images, "fine_labels": fine_labels[:-1].tolist(), "coarse_labels": (fine_labels // 5).tolist()}
     (folder / "test").write_bytes(pickle.dumps(batch))
     with pytest.raises(InputError, match="has 600 images, 599 fine labels and 600 coarse labels"):
         load("cifar-fs", folder)
@@ -162,7 +169,7 @@ def test_fewer_labels_than_images_are_rejected(tmp_path):
 
 def test_unknown_class_names_are_rejected(tmp_path):
     folder = write_binary(tmp_path)
-    (folder / "fine_label_names.txt").write_text("\n".join(["yeti", *FINE[1:]]))
+    (folder / "fine_label_names.txt").write_text("\n".join(["yeti", *FINE_NAMES[1:]]))
     with pytest.raises(InputError, match="has a class 'yeti', which is not in CIFAR-100"):
         load("cifar-fs", folder)
 
@@ -176,29 +183,29 @@ def test_a_pickle_with_code_in_it_is_rejected(tmp_path, file):
 
 
 @pytest.mark.parametrize("key", ["fine_labels", "coarse_labels"])
-@pytest.mark.parametrize("wrong", [-1, 100, 0.9, None])
-def test_invalid_labels_are_rejected(tmp_path, key, wrong):
+@pytest.mark.parametrize("label", [-1, 100, 0.9, None])
+def test_invalid_labels_are_rejected(tmp_path, key, label):
     folder = write_python(tmp_path)
     batch = pickle.loads((folder / "test").read_bytes())
-    batch[key][7] = wrong
+    batch[key][7] = label
     (folder / "test").write_bytes(pickle.dumps(batch, 2))
     with pytest.raises(
-        InputError, match=rf"cifar-100-python/test has {wrong} in {key}, but expected integers from 0 to"
+        InputError, match=rf"cifar-100-python/test has {label} in {key}, but expected integers from 0 to"
     ):
         load("cifar-fs", folder)
 
 
-@pytest.mark.parametrize("wrong", [256, -1, 0.5, np.nan])
-def test_pixels_that_are_not_bytes_are_rejected(tmp_path, wrong):
+@pytest.mark.parametrize("pixel", [256, -1, 0.5, np.nan])
+def test_pixels_that_are_not_bytes_are_rejected(tmp_path, pixel):
     folder = write_python(tmp_path)
     batch = pickle.loads((folder / "train").read_bytes())
-    batch["data"] = batch["data"].astype(np.float64 if isinstance(wrong, float) else np.int64)
+    batch["data"] = batch["data"].astype(np.float64 if isinstance(pixel, float) else np.int64)
     (folder / "train").write_bytes(pickle.dumps(batch, 2))
     assert len(load("cifar-fs", folder).images) == 600  # integers of another type are accepted
-    batch["data"][3, 4] = wrong
+    batch["data"][3, 4] = pixel
     (folder / "train").write_bytes(pickle.dumps(batch, 2))
     with pytest.raises(
-        InputError, match=rf"cifar-100-python/train has {wrong} in data, but expected integers from 0 to 255"
+        InputError, match=rf"cifar-100-python/train has {pixel} in data, but expected integers from 0 to 255"
     ):
         load("cifar-fs", folder)
 

@@ -125,27 +125,27 @@ def test_nothing_is_written(root, tmp_path, monkeypatch):
     assert not (tmp_path / "cache").exists()
 
 
-def test_the_number_of_remaining_classes_is_that_of_the_new_split(tmp_path):
+def test_the_suggested_min_images_leaves_the_stated_number_of_classes(tmp_path):
     for label in range(20):
         count = 2 if label < 9 else 4
         for index in range(count):
             file = tmp_path / "all" / f"class {label}" / f"{index}.png"
             file.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(np.full((8, 8), 10 * label + index, dtype=np.uint8)).save(file)
-    train = check_dataset(tmp_path / "all", ways=2, shots=1, queries=3).splits[0]
-    remaining = load(tmp_path / "all", size=8, min_images=4).splits["train"]
-    assert train.obstacle.endswith(f"--min-images 4 leaves {len(remaining)} classes")
+    train_report = check_dataset(tmp_path / "all", ways=2, shots=1, queries=3).splits[0]
+    remaining_classes = load(tmp_path / "all", size=8, min_images=4).splits["train"]
+    assert train_report.obstacle.endswith(f"--min-images 4 leaves {len(remaining_classes)} classes")
 
 
 def test_a_class_folder_without_permission_is_rejected(root, monkeypatch):
     scandir = os.scandir
 
-    def denied(path):
+    def deny(path):
         if Path(path).name == "dog":
             raise PermissionError(13, "Permission denied", str(path))
         return scandir(path)
 
-    monkeypatch.setattr(os, "scandir", denied)
+    monkeypatch.setattr(os, "scandir", deny)
     for function in (check_dataset, load):
         with pytest.raises(InputError, match=r"train/dog cannot be read \(Permission denied\)\. Fix or remove it\.$"):
             function(root)
@@ -172,9 +172,9 @@ def test_links_between_folders_add_no_classes(root):
 
 
 def test_a_folder_without_permission_is_reported_as_unreadable(tmp_path, monkeypatch):
-    def denied(path):
+    def deny(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "exists", denied)
+    monkeypatch.setattr(Path, "exists", deny)
     with pytest.raises(InputError, match=r"photographs cannot be read \(Permission denied\)"):
         check_dataset("photographs")

@@ -40,14 +40,14 @@ def test_folders_named_after_splits_make_the_splits(tmp_path, name):
 
 def test_without_split_folders_the_classes_are_split_by_the_seed(tmp_path):
     root = write_tree(tmp_path / "data", {f"class{index:02}": 1 for index in range(25)})
-    first, again, other = (load(root, seed=seed) for seed in (0, 0, 1))
-    assert Counter({split: len(members) for split, members in first.splits.items()}) == {
+    images, with_same_seed, with_other_seed = (load(root, seed=seed) for seed in (0, 0, 1))
+    assert Counter({split: len(labels) for split, labels in images.splits.items()}) == {
         "train": 16,
         "validation": 4,
         "test": 5,
     }
-    assert names_in(first) == names_in(again)
-    assert names_in(first) != names_in(other)
+    assert names_in(images) == names_in(with_same_seed)
+    assert names_in(images) != names_in(with_other_seed)
 
 
 def test_splits_that_share_classes_are_merged_with_a_warning(tmp_path, caplog):
@@ -88,7 +88,7 @@ def test_corrupt_images_and_empty_classes_are_skipped_or_rejected(tmp_path, capl
 
 def test_a_folder_without_classes_is_rejected(tmp_path):
     (tmp_path / "loose.png").write_bytes(encoded(flat(1)))
-    with pytest.raises(InputError, match=r"has no folders of images\. Make a folder for each class there"):
+    with pytest.raises(InputError, match=r"has no folders of images\. Make one subfolder per class there"):
         load("folder", tmp_path)
 
 
@@ -104,7 +104,7 @@ def test_splits_made_of_links_are_read_again_when_the_links_change(tmp_path):
     assert names_in(load("folder", root)) == {"train": {"class2"}, "validation": {"class1"}, "test": {"class0"}}
 
 
-def test_links_that_lead_nowhere_and_folders_of_the_system_are_no_classes(tmp_path):
+def test_links_that_lead_nowhere_and_folders_of_the_system_are_not_classes(tmp_path):
     root = write_tree(tmp_path / "data", {"cat": 1, "dog": 1, "lost+found": 1})
     (root / "loop").symlink_to("loop")
     (root / "cat" / "loop").symlink_to("loop")

@@ -17,14 +17,14 @@ from metabridge.errors import InputError
 
 
 @pytest.fixture
-def two_alphabets(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Restrict the glyphs to two small alphabets, and return a list that collects the seed of every drawing."""
-    drawn: list[int] = []
+def drawn_seeds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Restrict the glyphs to two small alphabets, and return the list of the seeds with which they have been drawn."""
+    seeds: list[int] = []
     draw = module._draw
-    small = tuple(alphabet for alphabet in module.ALPHABETS if alphabet.name in ("Hebrew", "Ogham"))
-    monkeypatch.setattr(module, "ALPHABETS", small)
-    monkeypatch.setattr(module, "_draw", lambda seed: drawn.append(seed) or draw(seed))
-    return drawn
+    alphabets = tuple(alphabet for alphabet in module.ALPHABETS if alphabet.name in ("Hebrew", "Ogham"))
+    monkeypatch.setattr(module, "ALPHABETS", alphabets)
+    monkeypatch.setattr(module, "_draw", lambda seed: seeds.append(seed) or draw(seed))
+    return seeds
 
 
 def codes(glyphs: LabeledImages) -> list[int]:
@@ -42,14 +42,14 @@ def test_there_are_many_alphabets_with_many_characters_of_twenty_images(glyphs):
 
 
 def test_splits_share_no_alphabet_and_each_has_five(glyphs):
-    alphabets = {split: set(glyphs.superclasses[members].tolist()) for split, members in glyphs.splits.items()}
+    alphabets = {split: set(glyphs.superclasses[classes].tolist()) for split, classes in glyphs.splits.items()}
     assert set(alphabets) == {"train", "validation", "test"}
     assert sum(map(len, alphabets.values())) == len(set.union(*alphabets.values())) == len(glyphs.superclass_names)
     assert min(map(len, alphabets.values())) >= 5
 
 
 def test_splits_have_about_60_15_and_25_percent_of_the_characters(glyphs):
-    shares = {split: len(members) / len(glyphs.class_names) for split, members in glyphs.splits.items()}
+    shares = {split: len(classes) / len(glyphs.class_names) for split, classes in glyphs.splits.items()}
     assert shares == pytest.approx({"train": 0.6, "validation": 0.15, "test": 0.25}, abs=0.05)
 
 
@@ -72,12 +72,12 @@ def test_no_two_classes_have_the_same_shape(glyphs):
     candidates = module._candidates()
     shapes = torch.from_numpy(np.stack([character.shapes[0] for character in candidates]))[:, None].float()
     blurred = normalize(avg_pool2d(avg_pool2d(shapes, 3), 3, 1, padding=1).flatten(1))
-    nearest = (blurred @ blurred.T).fill_diagonal_(-1)
+    similarities = (blurred @ blurred.T).fill_diagonal_(-1)
     glyph_codes = set(codes(glyphs))
     is_glyph = torch.tensor([character.code in glyph_codes for character in candidates])
     assert is_glyph.sum() == len(glyphs.class_names)
-    assert (nearest.amax(dim=1) > 0.98).sum() > 300
-    assert nearest[is_glyph][:, is_glyph].max() < 0.98
+    assert (similarities.amax(dim=1) > 0.98).sum() > 300
+    assert similarities[is_glyph][:, is_glyph].max() < 0.98
 
 
 def test_no_character_is_the_replacement_box_of_a_missing_glyph(glyphs):
@@ -86,8 +86,8 @@ def test_no_character_is_the_replacement_box_of_a_missing_glyph(glyphs):
     boxes = {module._draw_shape(font, 0x10FFFF).tobytes() for font in fonts}
     assert len(boxes) > 1
     glyph_codes = set(codes(glyphs))
-    drawn = [shape for character in module._candidates() if character.code in glyph_codes for shape in character.shapes]
-    assert not boxes & {shape.tobytes() for shape in drawn}
+    characters = [character for character in module._candidates() if character.code in glyph_codes]
+    assert not boxes & {shape.tobytes() for character in characters for shape in character.shapes}
 
 
 def test_every_image_has_ink_and_background_and_fits_into_its_frame(glyphs):
@@ -107,7 +107,7 @@ def test_the_images_of_a_character_all_differ(glyphs):
 
 
 def test_tasks_within_an_alphabet_are_harder_than_tasks_across_alphabets(glyphs):
-    """One-shot accuracy of the nearest blurred image, 5 ways."""
+    """Compare the five-way one-shot accuracies of the nearest neighbor among blurred images."""
     accuracy = {}
     for superclass in ("same", "different"):
         environment = glyphs.tasks("test", ways=5, shots=1, queries=5, superclass=superclass)
@@ -120,58 +120,60 @@ def test_tasks_within_an_alphabet_are_harder_than_tasks_across_alphabets(glyphs)
     assert 0.4 < accuracy["same"] < accuracy["different"] - 0.03 < 0.8
 
 
-def test_images_depend_on_the_seed_alone(two_alphabets, tmp_path):
-    first, again, other = (load_glyphs(seed, tmp_path / folder) for seed, folder in [(0, "a"), (0, "b"), (1, "a")])
-    assert two_alphabets == [0, 0, 1]
-    assert torch.equal(first.images, again.images)
-    assert first.class_names == other.class_names
-    assert not torch.equal(first.images, other.images)
+def test_images_depend_on_the_seed_alone(drawn_seeds, tmp_path):
+    glyphs, with_same_seed, with_other_seed = (
+        load_glyphs(seed, tmp_path / folder) for seed, folder in [(0, "a"), (0, "b"), (1, "a")]
+    )
+    assert drawn_seeds == [0, 0, 1]
+    assert torch.equal(glyphs.images, with_same_seed.images)
+    assert glyphs.class_names == with_other_seed.class_names
+    assert not torch.equal(glyphs.images, with_other_seed.images)
 
 
-def test_glyphs_are_drawn_once_and_read_from_the_cache_unchanged(two_alphabets, tmp_path, monkeypatch):
+def test_glyphs_are_drawn_once_and_read_from_the_cache_unchanged(drawn_seeds, tmp_path, monkeypatch):
     monkeypatch.setenv("METABRIDGE_CACHE", str(tmp_path / "new" / "folder"))
-    drawn, read = load_glyphs(), load("glyphs")
-    assert two_alphabets == [0]
+    drawn, cached = load_glyphs(), load("glyphs")
+    assert drawn_seeds == [0]
     assert [file.name for file in (tmp_path / "new" / "folder").iterdir()] == [
         f"glyphs-v{module.FORMAT}-seed0-matplotlib{metadata.version('matplotlib')}.npz"
     ]
-    assert torch.equal(drawn.images, read.images)
-    assert torch.equal(drawn.labels, read.labels)
-    assert torch.equal(drawn.superclasses, read.superclasses)
-    assert (drawn.class_names, drawn.superclass_names) == (read.class_names, read.superclass_names)
-    assert drawn.splits.keys() == read.splits.keys()
-    assert all(torch.equal(drawn.splits[name], read.splits[name]) for name in drawn.splits)
+    assert torch.equal(drawn.images, cached.images)
+    assert torch.equal(drawn.labels, cached.labels)
+    assert torch.equal(drawn.superclasses, cached.superclasses)
+    assert (drawn.class_names, drawn.superclass_names) == (cached.class_names, cached.superclass_names)
+    assert drawn.splits.keys() == cached.splits.keys()
+    assert all(torch.equal(drawn.splits[name], cached.splits[name]) for name in drawn.splits)
 
 
-def damaged(content: bytes, how: str) -> bytes:
-    if how == "truncated":
+def damage(content: bytes, kind: str) -> bytes:
+    if kind == "truncated":
         return content[: len(content) // 2]
-    if how == "overwritten":
+    if kind == "overwritten":
         middle = len(content) // 2
         return content[:middle] + bytes(1000) + content[middle + 1000 :]
-    return {"empty": b"", "text": b"no archive"}[how]
+    return {"empty": b"", "text": b"no archive"}[kind]
 
 
-@pytest.mark.parametrize("how", ["truncated", "overwritten", "empty", "text"])
-def test_a_damaged_cache_file_is_drawn_again(two_alphabets, tmp_path, how):
+@pytest.mark.parametrize("kind", ["truncated", "overwritten", "empty", "text"])
+def test_a_damaged_cache_file_is_drawn_again(drawn_seeds, tmp_path, kind):
     expected = load_glyphs(cache=tmp_path)
     (file,) = tmp_path.iterdir()
-    file.write_bytes(damaged(file.read_bytes(), how))
+    file.write_bytes(damage(file.read_bytes(), kind))
     assert torch.equal(load_glyphs(cache=tmp_path).images, expected.images)
     assert torch.equal(load_glyphs(cache=tmp_path).images, expected.images)
-    assert two_alphabets == [0, 0]
+    assert drawn_seeds == [0, 0]
 
 
-def test_a_cache_file_with_other_content_is_drawn_again(two_alphabets, tmp_path):
+def test_a_cache_file_with_other_content_is_drawn_again(drawn_seeds, tmp_path):
     load_glyphs(cache=tmp_path)
     (file,) = tmp_path.iterdir()
     np.savez(file, images=np.zeros(3))
     load_glyphs(cache=tmp_path)
-    assert two_alphabets == [0, 0]
+    assert drawn_seeds == [0, 0]
 
 
 @pytest.mark.parametrize("method", [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2])
-def test_a_decompression_bomb_in_the_cache_is_not_unpacked(two_alphabets, tmp_path, monkeypatch, method):
+def test_a_decompression_bomb_in_the_cache_is_not_unpacked(drawn_seeds, tmp_path, monkeypatch, method):
     load_glyphs(cache=tmp_path)
     (file,) = tmp_path.iterdir()
     with zipfile.ZipFile(file, "w", method) as archive:
@@ -179,17 +181,17 @@ def test_a_decompression_bomb_in_the_cache_is_not_unpacked(two_alphabets, tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(zipfile.ZipFile, "read", lambda *_: pytest.fail("the cache was unpacked"))
         load_glyphs(cache=tmp_path)
-    assert two_alphabets == [0, 0]
+    assert drawn_seeds == [0, 0]
 
 
-def test_without_matplotlib_cached_glyphs_of_another_version_are_read(two_alphabets, tmp_path, monkeypatch):
-    def missing(name: str) -> str:
+def test_without_matplotlib_cached_glyphs_of_another_version_are_read(drawn_seeds, tmp_path, monkeypatch):
+    def raise_not_found(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
     drawn = load_glyphs(cache=tmp_path)
     (file,) = tmp_path.iterdir()
     file.rename(tmp_path / f"glyphs-v{module.FORMAT}-seed0-matplotlib3.0.npz")
-    monkeypatch.setattr(metadata, "version", missing)
+    monkeypatch.setattr(metadata, "version", raise_not_found)
     assert torch.equal(load_glyphs(cache=tmp_path).images, drawn.images)
     with pytest.raises(InputError, match="Install matplotlib, or copy glyphs-v"):
         load_glyphs(seed=1, cache=tmp_path)
@@ -198,17 +200,17 @@ def test_without_matplotlib_cached_glyphs_of_another_version_are_read(two_alphab
         load_glyphs(cache=tmp_path)
 
 
-def test_an_unwritable_cache_is_rejected(two_alphabets, tmp_path):
+def test_an_unwritable_cache_is_rejected(drawn_seeds, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"images cannot be cached in .*file.* set METABRIDGE_CACHE"):
         load_glyphs(cache=tmp_path / "file" / "folder")
 
 
-def test_a_failed_write_leaves_no_file(two_alphabets, tmp_path, monkeypatch):
-    def full(*paths: object) -> None:
+def test_a_failed_write_leaves_no_file(drawn_seeds, tmp_path, monkeypatch):
+    def raise_no_space(*paths: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "replace", full)
+    monkeypatch.setattr(os, "replace", raise_no_space)
     with pytest.raises(InputError, match="No space left on device"):
         load_glyphs(cache=tmp_path)
     assert not list(tmp_path.iterdir())
@@ -226,7 +228,7 @@ def test_a_negative_seed_is_rejected():
         load_glyphs(seed=-1)
 
 
-def test_no_corruption_of_the_cache_gives_other_glyphs(tmp_path, two_alphabets, monkeypatch):
+def test_no_corruption_of_the_cache_gives_other_glyphs(tmp_path, drawn_seeds, monkeypatch):
     glyphs = load_glyphs(cache=tmp_path)
     monkeypatch.setattr(module, "_draw", lambda seed: glyphs)
     (file,) = tmp_path.iterdir()
@@ -237,10 +239,10 @@ def test_no_corruption_of_the_cache_gives_other_glyphs(tmp_path, two_alphabets, 
         changed = bytearray(content)
         changed[position] ^= 1 << int(rng.integers(8))
         file.write_bytes(changed)
-        back = load_glyphs(cache=tmp_path)
-        assert torch.equal(back.images, glyphs.images)
-        assert torch.equal(back.labels, glyphs.labels)
-        assert (back.class_names, back.superclass_names) == (glyphs.class_names, glyphs.superclass_names)
-        assert {name: members.tolist() for name, members in back.splits.items()} == {
-            name: members.tolist() for name, members in glyphs.splits.items()
+        cached = load_glyphs(cache=tmp_path)
+        assert torch.equal(cached.images, glyphs.images)
+        assert torch.equal(cached.labels, glyphs.labels)
+        assert (cached.class_names, cached.superclass_names) == (glyphs.class_names, glyphs.superclass_names)
+        assert {split: classes.tolist() for split, classes in cached.splits.items()} == {
+            split: classes.tolist() for split, classes in glyphs.splits.items()
         }

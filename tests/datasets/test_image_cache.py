@@ -31,6 +31,7 @@ CLASSES = (
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
+    """Use a new cache folder, and return its path."""
     monkeypatch.setenv("METABRIDGE_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -56,13 +57,14 @@ def no_source() -> ImageSource:
 
 
 def test_images_are_decoded_once_and_memory_mapped_after_that(folder):
-    first, again = load_or_decode("toy", "key", OPTIONS, valid_source), load_or_decode("toy", "key", OPTIONS, no_source)
-    assert first.images.flatten(1).float().mean(dim=1).tolist() == [0, 1, 2, 20, 21, 22]
-    assert torch.equal(first.images, again.images)
-    assert torch.equal(first.labels, again.labels)
-    assert first.labels.tolist() == [0, 0, 0, 1, 1, 1]
-    assert first.classes == again.classes == (CLASSES[0], CLASSES[2])
-    assert first.empty_classes == again.empty_classes == ("yeti",)
+    decoded = load_or_decode("toy", "key", OPTIONS, valid_source)
+    cached = load_or_decode("toy", "key", OPTIONS, no_source)
+    assert decoded.images.flatten(1).float().mean(dim=1).tolist() == [0, 1, 2, 20, 21, 22]
+    assert torch.equal(decoded.images, cached.images)
+    assert torch.equal(decoded.labels, cached.labels)
+    assert decoded.labels.tolist() == [0, 0, 0, 1, 1, 1]
+    assert decoded.classes == cached.classes == (CLASSES[0], CLASSES[2])
+    assert decoded.empty_classes == cached.empty_classes == ("yeti",)
 
 
 def test_another_key_size_or_number_of_channels_is_another_entry(folder):
@@ -77,15 +79,15 @@ def test_changing_the_images_in_memory_does_not_change_the_cache(folder):
     assert load_or_decode("toy", "key", OPTIONS, no_source).images.max() == 22
 
 
-@pytest.mark.parametrize("end", ["pixels", "json"])
-@pytest.mark.parametrize("how", ["missing", "empty", "cut short", "too long"])
-def test_a_damaged_entry_is_decoded_again(folder, end, how):
+@pytest.mark.parametrize("suffix", ["pixels", "json"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "cut short", "too long"])
+def test_a_damaged_entry_is_decoded_again(folder, suffix, damage):
     expected = load_or_decode("toy", "key", OPTIONS, valid_source).images.clone()
-    (file,) = folder.glob(f"*.{end}")
+    (file,) = folder.glob(f"*.{suffix}")
     content = file.read_bytes()
     file.unlink()  # a memory-mapped file must not be truncated
-    if how != "missing":
-        file.write_bytes({"empty": b"", "cut short": content[: len(content) // 2], "too long": content + b"0"}[how])
+    if damage != "missing":
+        file.write_bytes({"empty": b"", "cut short": content[: len(content) // 2], "too long": content + b"0"}[damage])
     assert torch.equal(load_or_decode("toy", "key", OPTIONS, valid_source).images, expected)
     assert torch.equal(load_or_decode("toy", "key", OPTIONS, no_source).images, expected)
 
@@ -106,13 +108,13 @@ def test_the_files_of_a_process_killed_while_decoding_are_not_used(folder):
         source = ImageSource("toy", (ClassInfo("cat", "", "train"),), 5000, images)
         load_or_decode("toy", "key", DecodeOptions(8, 1), lambda: source)
     """)
-    ended = subprocess.run([sys.executable, "-c", script], check=False)
-    assert ended.returncode == -signal.SIGKILL
-    left = list(folder.iterdir())
-    assert left
-    assert all(file.suffix == ".part" for file in left)
+    process = subprocess.run([sys.executable, "-c", script], check=False)
+    assert process.returncode == -signal.SIGKILL
+    abandoned_files = list(folder.iterdir())
+    assert abandoned_files
+    assert all(file.suffix == ".part" for file in abandoned_files)
     assert len(load_or_decode("toy", "key", OPTIONS, valid_source).images) == 6
-    for file in left:
+    for file in abandoned_files:
         os.utime(file, (0, 0))
     load_or_decode("toy", "key", OPTIONS, no_source)
     for file in folder.glob("*.json"):
@@ -146,8 +148,8 @@ def test_strict_rejects_skipped_images_also_from_the_cache(folder):
 
 
 def test_a_long_list_of_unreadable_images_is_shortened(folder):
-    bad = source_of(*(RawImage(f"{n}.png", 0, b"") for n in range(50)), RawImage("good.png", 0, flat(1)))
-    (sentence, _) = load_or_decode("toy", "key", OPTIONS, lambda: bad).problems()
+    source = source_of(*(RawImage(f"{n}.png", 0, b"") for n in range(50)), RawImage("good.png", 0, flat(1)))
+    (sentence, _) = load_or_decode("toy", "key", OPTIONS, lambda: source).problems()
     assert sentence.startswith("Skipped 50 unreadable images: 0.png (it is not an image that Pillow reads), 1.png")
     assert sentence.endswith("4.png (it is not an image that Pillow reads) and 45 more.")
 
@@ -162,7 +164,7 @@ def test_without_a_readable_image_there_is_an_error_and_no_entry(folder):
 
 def test_classes_with_too_few_images_are_in_no_split():
     cached = CachedImages(torch.zeros(5, 1, 2, 2, dtype=torch.uint8), torch.tensor([0, 0, 1, 2, 2]), CLASSES)
-    splits = {split: members.tolist() for split, members in cached.to_labeled_images(min_images=2).splits.items()}
+    splits = {split: classes.tolist() for split, classes in cached.to_labeled_images(min_images=2).splits.items()}
     assert splits == {"train": [0], "test": [2]}
     with pytest.raises(InputError, match=r"min_images is 3, but the largest class has 2 images\. Use min_images=2 or"):
         cached.to_labeled_images(min_images=3)
@@ -194,12 +196,12 @@ def test_a_read_only_file_system_is_read_but_not_written(folder, monkeypatch):
 
     system_open = os.open
 
-    def read_only(path: str, flags: int, *arguments: object) -> int:
+    def open_read_only(path: str, flags: int, *arguments: object) -> int:
         if flags & os.O_CREAT:
             raise OSError(errno.EROFS, "Read-only file system")
         return system_open(path, flags, *arguments)
 
-    monkeypatch.setattr(os, "open", read_only)
+    monkeypatch.setattr(os, "open", open_read_only)
     assert torch.equal(load_or_decode("toy", "key", OPTIONS, no_source).images, expected.images)
     with pytest.raises(
         InputError,
@@ -208,24 +210,24 @@ def test_a_read_only_file_system_is_read_but_not_written(folder, monkeypatch):
         load_or_decode("toy", "other", OPTIONS, no_source)
 
 
-@pytest.mark.parametrize("fails", ["fsync", "replace"])
-def test_a_full_disk_is_reported_and_leaves_no_files(folder, monkeypatch, fails):
-    def full(*arguments: object) -> None:
+@pytest.mark.parametrize("failing_function", ["fsync", "replace"])
+def test_a_full_disk_is_reported_and_leaves_no_files(folder, monkeypatch, failing_function):
+    def raise_no_space(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, fails, full)
+    monkeypatch.setattr(os, failing_function, raise_no_space)
     with pytest.raises(InputError, match=r"\(No space left on device\). Free space there, or set METABRIDGE_CACHE"):
         load_or_decode("toy", "key", OPTIONS, valid_source)
     assert not list(folder.iterdir())
 
 
 def test_a_failed_write_leaves_no_files(folder):
-    many = source_of(*(RawImage(str(n), 0, flat(n)) for n in range(200)))
+    source = source_of(*(RawImage(str(n), 0, flat(n)) for n in range(200)))
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
     try:
         with pytest.raises(InputError, match=r"\(File too large\). Free space there"):
-            load_or_decode("toy", "key", DecodeOptions(64, 1), lambda: many)
+            load_or_decode("toy", "key", DecodeOptions(64, 1), lambda: source)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not list(folder.iterdir())
@@ -246,18 +248,18 @@ def test_the_fingerprint_covers_contents_of_few_files_and_times_of_many(tmp_path
     files = [tmp_path / name for name in "ab"]
     for file in files:
         file.write_bytes(b"one")
-    by_content = fingerprint(files, tmp_path)
+    content_key = fingerprint(files, tmp_path)
     os.utime(files[0], (1, 1))
-    assert fingerprint(files, tmp_path) == by_content
+    assert fingerprint(files, tmp_path) == content_key
     files[0].write_bytes(b"two")
-    assert fingerprint(files, tmp_path) != by_content
+    assert fingerprint(files, tmp_path) != content_key
     monkeypatch.setattr(image_cache, "MAX_HASHED_FILES", 1)
-    by_date = fingerprint(files, tmp_path)
+    time_key = fingerprint(files, tmp_path)
     os.utime(files[0], (2, 2))
-    assert fingerprint(files, tmp_path) != by_date
-    by_date = fingerprint(files, tmp_path)
+    assert fingerprint(files, tmp_path) != time_key
+    time_key = fingerprint(files, tmp_path)
     os.utime(files[1].rename(tmp_path / "c"), (2, 2))
-    assert fingerprint([files[0], tmp_path / "c"], tmp_path) != by_date
+    assert fingerprint([files[0], tmp_path / "c"], tmp_path) != time_key
 
 
 def test_the_fingerprint_does_not_depend_on_the_location(tmp_path, monkeypatch):
@@ -281,20 +283,20 @@ def corruptions(content: bytes, count: int) -> list[bytes]:
     rng, copies = random.Random(0), []
     while len(copies) < count:
         changed = bytearray(content)
-        one, other = sorted(rng.sample(range(len(content)), 2))
+        start, stop = sorted(rng.sample(range(len(content)), 2))
         match rng.randrange(6):
             case 0:
-                changed[one] ^= 1 << rng.randrange(8)
+                changed[start] ^= 1 << rng.randrange(8)
             case 1:
-                changed[one], changed[other] = changed[other], changed[one]
+                changed[start], changed[stop] = changed[stop], changed[start]
             case 2:
-                del changed[one:other]
+                del changed[start:stop]
             case 3:
-                changed[one:one] = content[one:other]
+                changed[start:start] = content[start:stop]
             case 4:
-                changed[one:other] = bytes(other - one)
+                changed[start:stop] = bytes(stop - start)
             case 5:
-                changed[one:other] = reversed(changed[one:other])
+                changed[start:stop] = reversed(changed[start:stop])
         if changed != content:
             copies.append(bytes(changed))
     return copies
@@ -312,7 +314,7 @@ def contents_of(cached: CachedImages) -> tuple[object, ...]:
     )
 
 
-def random_source() -> ImageSource:
+def random_image_source() -> ImageSource:
     """Return images of random pixels."""
     rng = random.Random(1)
     images = [
@@ -326,26 +328,26 @@ def random_source() -> ImageSource:
     return source_of(*(image._replace(content=image.content.numpy()) for image in images))
 
 
-@pytest.mark.parametrize("end", ["pixels", "json"])
-def test_corrupted_entries_never_give_other_data(folder, monkeypatch, end):
+@pytest.mark.parametrize("suffix", ["pixels", "json"])
+def test_corrupted_entries_never_give_other_data(folder, monkeypatch, suffix):
     monkeypatch.setattr(image_cache, "CHECKSUM_BYTES", 100)  # so that there are several checksums
-    expected = contents_of(load_or_decode("toy", "key", OPTIONS, random_source))
-    (file,) = folder.glob(f"*.{end}")
+    expected = contents_of(load_or_decode("toy", "key", OPTIONS, random_image_source))
+    (file,) = folder.glob(f"*.{suffix}")
     content = file.read_bytes()
-    for corrupt in corruptions(content, 150):
+    for corrupted_content in corruptions(content, 150):
         file.unlink()
-        file.write_bytes(corrupt)
-        assert contents_of(load_or_decode("toy", "key", OPTIONS, random_source)) == expected
-        assert end == "json" or file.read_bytes() == content  # different JSON text can have the same content
+        file.write_bytes(corrupted_content)
+        assert contents_of(load_or_decode("toy", "key", OPTIONS, random_image_source)) == expected
+        assert suffix == "json" or file.read_bytes() == content  # different JSON text can have the same content
 
 
-@pytest.mark.parametrize("missing", ["checksum", "blocks"])
-def test_an_entry_without_checksums_is_decoded_again(folder, missing):
+@pytest.mark.parametrize("missing_key", ["checksum", "blocks"])
+def test_an_entry_without_checksums_is_decoded_again(folder, missing_key):
     load_or_decode("toy", "key", OPTIONS, valid_source)
     (index,) = folder.glob("*.json")
     entry = json.loads(index.read_text())
-    del entry[missing]
-    if missing == "blocks":
+    del entry[missing_key]
+    if missing_key == "blocks":
         entry["checksum"] = image_cache._checksum({name: value for name, value in entry.items() if name != "checksum"})
     index.write_text(json.dumps(entry))
     with pytest.raises(AssertionError, match="read again"):
@@ -354,7 +356,7 @@ def test_an_entry_without_checksums_is_decoded_again(folder, missing):
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    "changes",
     [
         *({"labels": labels} for labels in (6 * [2], 6 * [-1], 5 * [0], 6 * [0.5], 6 * ["x"], 6 * [10**12])),
         *({"classes": classes} for classes in ([], 2 * [["a", "b", "no split"]], 2 * [["a", 7, "train"]])),
@@ -363,10 +365,10 @@ def test_an_entry_without_checksums_is_decoded_again(folder, missing):
     ],
     ids=str,
 )
-def test_a_forged_entry_is_decoded_again(folder, wrong):
+def test_a_forged_entry_is_decoded_again(folder, changes):
     load_or_decode("toy", "key", OPTIONS, valid_source)
     (index,) = folder.glob("*.json")
-    entry = json.loads(index.read_text()) | wrong
+    entry = json.loads(index.read_text()) | changes
     del entry["checksum"]
     index.write_text(json.dumps({**entry, "checksum": image_cache._checksum(entry)}))
     assert len(load_or_decode("toy", "key", OPTIONS, valid_source).to_labeled_images().images) == 6
@@ -380,23 +382,26 @@ def test_an_entry_of_an_earlier_version_is_not_read(folder):
         load_or_decode("toy", "key", OPTIONS, no_source)
 
 
-def denied() -> bytes:
+def raise_permission_error() -> bytes:
     raise PermissionError(errno.EACCES, "Permission denied", "cat/2.png")
 
 
-def out_of_memory() -> bytes:
+def raise_memory_error() -> bytes:
     raise MemoryError
 
 
-@pytest.mark.parametrize(("failure", "reason"), [(denied, "Permission denied"), (out_of_memory, "not enough memory")])
-def test_temporarily_unreadable_images_are_reported_and_tried_again(folder, failure, reason):
+@pytest.mark.parametrize(
+    ("read", "reason"),
+    [(raise_permission_error, "Permission denied"), (raise_memory_error, "not enough memory")],
+)
+def test_temporarily_unreadable_images_are_reported_and_tried_again(folder, read, reason):
     def open_source(content: object) -> ImageSource:
         return source_of(
             RawImage("cat/1.png", 0, flat(7)), RawImage("cat/2.png", 0, content), RawImage("oak/1.png", 2, flat(9))
         )
 
     for _ in range(2):
-        cached = load_or_decode("toy", "key", OPTIONS, lambda: open_source(failure))
+        cached = load_or_decode("toy", "key", OPTIONS, lambda: open_source(read))
         assert len(cached.images) == 2
         assert cached.problems()[0] == (
             f"Skipped 1 unreadable image: cat/2.png ({reason}). "
@@ -407,14 +412,14 @@ def test_temporarily_unreadable_images_are_reported_and_tried_again(folder, fail
 
 
 def test_an_error_reading_the_data_is_not_reported_as_an_error_writing_the_cache(folder):
-    def unreadable() -> ImageSource:
+    def open_unreadable() -> ImageSource:
         raise PermissionError(errno.EACCES, "Permission denied", "train.pkl")
 
-    def fails() -> object:
+    def iterate_with_error() -> object:
         yield RawImage("cat/1.png", 0, flat(7))
         raise OSError(errno.EIO, "Input/output error", "train.pkl")
 
-    for open_source in (unreadable, lambda: ImageSource("a toy", CLASSES, 2, fails)):
+    for open_source in (open_unreadable, lambda: ImageSource("a toy", CLASSES, 2, iterate_with_error)):
         with pytest.raises(InputError, match=r"^train\.pkl cannot be read \(.*\)\. Fix or remove it\.$"):
             load_or_decode("toy", "key", OPTIONS, open_source)
 
@@ -438,13 +443,15 @@ def test_duplicates_in_two_splits_are_reported_on_every_load(folder, caplog):
 
 
 def test_duplicates_in_one_split_are_not_reported(folder, caplog):
-    same = source_of(RawImage("cat/1.png", 0, flat(7)), RawImage("yeti/1.png", 1, flat(7)), RawImage("oak", 2, flat(9)))
-    load_or_decode("toy", "key", OPTIONS, lambda: same).to_labeled_images()
+    source = source_of(
+        RawImage("cat/1.png", 0, flat(7)), RawImage("yeti/1.png", 1, flat(7)), RawImage("oak", 2, flat(9))
+    )
+    load_or_decode("toy", "key", OPTIONS, lambda: source).to_labeled_images()
     assert caplog.text == ""
 
 
 def test_sizes_too_large_for_disk_or_memory_are_rejected_before_decoding(folder, monkeypatch):
-    def source() -> ImageSource:
+    def open_source() -> ImageSource:
         return ImageSource("a toy", CLASSES, 10**6, lambda: pytest.fail("an image was read"))
 
     usage = shutil.disk_usage("/")._replace(free=2**30)
@@ -453,11 +460,11 @@ def test_sizes_too_large_for_disk_or_memory_are_rejected_before_decoding(folder,
         InputError,
         match=r"1000000 images of 100 × 100 pixels take 9\.3 GiB, but .*cache has only 1\.0 GiB free\. Use",
     ):
-        load_or_decode("toy", "key", DecodeOptions(100, 1), source)
+        load_or_decode("toy", "key", DecodeOptions(100, 1), open_source)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=2**50))
     monkeypatch.setattr(image_cache, "free_memory", lambda: 2**20)
     with pytest.raises(InputError, match=r"decoding images of 1000 × 1000 .* GiB of memory, but only 0\.0 GiB"):
-        load_or_decode("toy", "key", DecodeOptions(1000, 1), source)
+        load_or_decode("toy", "key", DecodeOptions(1000, 1), open_source)
     assert not list(folder.iterdir())
 
 
@@ -471,23 +478,23 @@ def test_pipes_among_the_files_or_in_the_cache_do_not_block(folder, tmp_path):
     assert len(load_or_decode("toy", "key", OPTIONS, valid_source).images) == 6
 
 
-@pytest.mark.parametrize("times", [1, 3])
-def test_entries_written_by_two_processes_at_once_are_not_mixed(folder, monkeypatch, times):
-    """The other process could not read one image, so its pixels do not fit our index."""
-    replace, truncated = os.replace, []
+@pytest.mark.parametrize("num_conflicts", [1, 3])
+def test_entries_written_by_two_processes_at_once_are_not_mixed(folder, monkeypatch, num_conflicts):
+    """Simulate another process that replaces the pixel file by a shorter one, which does not match the index."""
+    replace, truncated_files = os.replace, []
 
     def replace_and_truncate(source: Path, target: Path) -> None:
         replace(source, target)
-        if str(target).endswith(".pixels") and len(truncated) < times:
-            truncated.append(target)
+        if str(target).endswith(".pixels") and len(truncated_files) < num_conflicts:
+            truncated_files.append(target)
             target.write_bytes(target.read_bytes()[:-1])
 
     monkeypatch.setattr(os, "replace", replace_and_truncate)
-    if times < 3:
+    if num_conflicts < 3:
         assert load_or_decode("toy", "key", OPTIONS, valid_source).labels.tolist() == 3 * [0] + 3 * [1]
     else:
         with pytest.raises(
             InputError, match=r"differ from the images written to it: .* METABRIDGE_CACHE to another folder\.$"
         ):
             load_or_decode("toy", "key", OPTIONS, valid_source)
-    assert len(truncated) == times
+    assert len(truncated_files) == num_conflicts

@@ -16,33 +16,35 @@ from pictures import encoded, flat, png16
 ORANGE = (255, 128, 0)
 
 
-def solid(mode: str, color: object) -> Image.Image:
+def solid_image(mode: str, color: object) -> Image.Image:
     return Image.new(mode, (8, 8), color)
 
 
 def transparent_palette() -> bytes:
-    image = solid("P", 0)
+    image = solid_image("P", 0)
     image.putpalette([*ORANGE, 0, 0, 255])
     image.paste(1, (0, 0, 4, 8))
     return encoded(image, transparency=1)
 
 
 FILES = {
-    "gray": (encoded(solid("L", 100)), (100, 100, 100)),
-    "1 bit": (encoded(solid("1", 1)), (255, 255, 255)),
-    "RGB": (encoded(solid("RGB", ORANGE)), ORANGE),
-    "palette": (encoded(solid("RGB", ORANGE).quantize(4)), ORANGE),
-    "CMYK": (encoded(solid("CMYK", (0, 127, 255, 0)), "tiff"), ORANGE),
-    "RGBA": (encoded(solid("RGBA", (*ORANGE, 255))), ORANGE),
-    "RGBA transparent": (encoded(solid("RGBA", (*ORANGE, 0))), (255, 255, 255)),
-    "gray half transparent": (encoded(solid("LA", (0, 128))), (127, 127, 127)),
+    "gray": (encoded(solid_image("L", 100)), (100, 100, 100)),
+    "1 bit": (encoded(solid_image("1", 1)), (255, 255, 255)),
+    "RGB": (encoded(solid_image("RGB", ORANGE)), ORANGE),
+    "palette": (encoded(solid_image("RGB", ORANGE).quantize(4)), ORANGE),
+    "CMYK": (encoded(solid_image("CMYK", (0, 127, 255, 0)), "tiff"), ORANGE),
+    "RGBA": (encoded(solid_image("RGBA", (*ORANGE, 255))), ORANGE),
+    "RGBA transparent": (encoded(solid_image("RGBA", (*ORANGE, 0))), (255, 255, 255)),
+    "gray half transparent": (encoded(solid_image("LA", (0, 128))), (127, 127, 127)),
     "16 bits": (encoded(np.full((8, 8), 0x6464, dtype=np.uint16)), (100, 100, 100)),
     "16 bits RGB": (png16(np.full((8, 8, 3), [0xFFFF, 0x8080, 0])), ORANGE),
     "32 bits": (encoded(Image.fromarray(np.full((8, 8), 0x6464, dtype=np.int32)), "tiff"), (100, 100, 100)),
     "float to 1": (encoded(Image.fromarray(np.full((8, 8), 100 / 255, np.float32)), "tiff"), (100, 100, 100)),
     "float to 255": (encoded(Image.fromarray(np.full((8, 8), 100, np.float32)), "tiff"), (100, 100, 100)),
     "animation": (
-        encoded(solid("RGB", ORANGE), "webp", lossless=True, save_all=True, append_images=[solid("RGB", "blue")]),
+        encoded(
+            solid_image("RGB", ORANGE), "webp", lossless=True, save_all=True, append_images=[solid_image("RGB", "blue")]
+        ),
         ORANGE,
     ),
 }
@@ -86,7 +88,7 @@ def test_photographs_are_rotated_upright_by_their_exif_tag():
     assert pixels[:, 0].max() == 0
 
 
-def wide() -> np.ndarray:
+def wide_image() -> np.ndarray:
     """Return a white square with black to its left and right."""
     pixels = np.zeros((10, 30), dtype=np.uint8)
     pixels[:, 10:20] = 255
@@ -94,18 +96,18 @@ def wide() -> np.ndarray:
 
 
 def test_crop_keeps_the_central_square():
-    assert decode(wide(), DecodeOptions(size=10, channels=1, crop=True)).min() > 250
-    squeezed = decode(wide(), DecodeOptions(size=30, channels=1))[0]
-    assert squeezed[15, 3] == 0
-    assert squeezed[15, 15] == 255
+    assert decode(wide_image(), DecodeOptions(size=10, channels=1, crop=True)).min() > 250
+    resized = decode(wide_image(), DecodeOptions(size=30, channels=1))[0]
+    assert resized[15, 3] == 0
+    assert resized[15, 15] == 255
 
 
 def test_a_large_jpeg_decoded_at_reduced_size_looks_the_same():
     y, x = np.mgrid[0:800, 0:1200]
     photograph = np.stack([128 + 100 * np.sin(x / 90), 128 + 100 * np.cos(y / 70), x / 5], axis=-1).astype(np.uint8)
     options = DecodeOptions(size=32, channels=3, crop=True)
-    exact = decode(photograph, options).astype(int)
-    assert np.abs(decode(encoded(photograph, "jpeg", quality=95), options) - exact).mean() < 2
+    expected = decode(photograph, options).astype(int)
+    assert np.abs(decode(encoded(photograph, "jpeg", quality=95), options) - expected).mean() < 2
 
 
 def test_invert_makes_dark_pixels_bright():
@@ -123,7 +125,7 @@ def test_results_are_in_the_order_of_the_images():
     assert results == [(str(index), index % 251) for index in range(1000)]
 
 
-def missing() -> bytes:
+def read_missing_file() -> bytes:
     raise FileNotFoundError(2, "No such file or directory", "a.png")
 
 
@@ -134,20 +136,20 @@ def missing() -> bytes:
         (b"GIF89a", ""),
         (encoded(flat(3, 64))[:80], ""),
         (encoded(np.arange(64 * 64, dtype=np.uint8).reshape(64, 64), "jpeg")[:700], "truncated"),
-        (missing, "No such file or directory"),
+        (read_missing_file, "No such file or directory"),
     ],
 )
 def test_an_unreadable_image_has_a_reason_and_others_are_decoded(content, reason):
-    good = flat(1)
-    before, bad, after = (
+    readable = flat(1)
+    before, unreadable, after = (
         result
         for _, result in map_images(
-            source_of([good, content, good]), lambda c: decode(c, DecodeOptions(8, 3)), "Decoding"
+            source_of([readable, content, readable]), lambda c: decode(c, DecodeOptions(8, 3)), "Decoding"
         )
     )
-    assert isinstance(bad, Unreadable)
-    assert bad.reason
-    assert reason in bad.reason
+    assert isinstance(unreadable, Unreadable)
+    assert unreadable.reason
+    assert reason in unreadable.reason
     assert before.shape == after.shape == (3, 8, 8)
 
 
@@ -184,26 +186,26 @@ def test_pixels_out_of_range_are_rejected(value, dtype, reason):
 def png_header(width: int, height: int) -> bytes:
     """Return a PNG file that declares a size but has no pixels."""
 
-    def chunk(kind: bytes, data: bytes) -> bytes:
+    def make_chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
-    parts = [
+    chunks = [
         (b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 6, 0, 0, 0)),
         (b"IDAT", zlib.compress(b"")),
         (b"IEND", b""),
     ]
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunk(*part) for part in parts)
+    return b"\x89PNG\r\n\x1a\n" + b"".join(make_chunk(kind, data) for kind, data in chunks)
 
 
-def tiff_of_tiles(side: int) -> bytes:
+def tiff_with_tiles(tile_size: int) -> bytes:
     """Return a TIFF file of 9 × 9 pixels that declares much larger tiles."""
-    tags = {256: 9, 257: 9, 258: 8, 259: 8, 262: 1, 277: 1, 322: side, 323: side, 324: 8, 325: 8}
+    tags = {256: 9, 257: 9, 258: 8, 259: 8, 262: 1, 277: 1, 322: tile_size, 323: tile_size, 324: 8, 325: 8}
     entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
     return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
 
 
 @pytest.mark.parametrize(
-    ("content", "size"), [(png_header(8000, 8000), "8000 × 8000"), (tiff_of_tiles(40_000), "40000 × 40000")]
+    ("content", "size"), [(png_header(8000, 8000), "8000 × 8000"), (tiff_with_tiles(40_000), "40000 × 40000")]
 )
 def test_the_size_is_checked_before_decoding(content, size, monkeypatch):
     monkeypatch.setattr(module, "_convert", lambda image, channels: pytest.fail("the image was decoded"))
@@ -226,16 +228,16 @@ def test_other_formats_are_rejected_and_start_no_program(content, monkeypatch):
 
 def bmp_with_one_skip(width: int, height: int) -> bytes:
     """Return a compressed BMP file whose only instruction skips 255 lines."""
-    start = struct.pack("<2sIHHI", b"BM", 1084, 0, 0, 1078)
-    header = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 8, 1, 4, 1, 1, 256, 0)
-    return start + header + bytes(1024) + b"\0\x02\xff\xff\0\1"
+    file_header = struct.pack("<2sIHHI", b"BM", 1084, 0, 0, 1078)
+    image_header = struct.pack("<IiiHHIIiiII", 40, width, height, 1, 8, 1, 4, 1, 1, 256, 0)
+    return file_header + image_header + bytes(1024) + b"\0\x02\xff\xff\0\1"
 
 
-def jpeg_of_scans(side: int, scans: int) -> bytes:
+def jpeg_with_scans(size: int, scans: int) -> bytes:
     """Return a progressive JPEG file with added empty scans of ten bytes."""
-    content = encoded(np.zeros((side, side), dtype=np.uint8), "jpeg", progressive=True)
-    last = content.rindex(b"\xff\xda")
-    return content[:-2] + content[last : last + 10] * scans + content[-2:]
+    content = encoded(np.zeros((size, size), dtype=np.uint8), "jpeg", progressive=True)
+    last_scan = content.rindex(b"\xff\xda")
+    return content[:-2] + content[last_scan : last_scan + 10] * scans + content[-2:]
 
 
 @pytest.mark.parametrize(
@@ -245,12 +247,12 @@ def jpeg_of_scans(side: int, scans: int) -> bytes:
         (bmp_with_one_skip(50_000_000, 1), "it has 50000000 × 1 pixels, but width and height must be at most 65535"),
         (np.zeros((1, 65_536), dtype=np.uint8), "it has 65536 × 1 pixels, but width and height must be at most 65535"),
         (
-            tiff_of_tiles(2**31).replace(struct.pack("<HHII", 322, 4, 1, 2**31), b"\x42\1\2\0\4\0\0\0aaa\0"),
+            tiff_with_tiles(2**31).replace(struct.pack("<HHII", 322, 4, 1, 2**31), b"\x42\1\2\0\4\0\0\0aaa\0"),
             "the width or height of its tiles is not an integer",
         ),
-        (jpeg_of_scans(1024, 4100), "it has 4106 scans of 1024 × 1024 pixels, too many to decode"),
+        (jpeg_with_scans(1024, 4100), "it has 4106 scans of 1024 × 1024 pixels, too many to decode"),
     ],
-    ids=["line", "jump", "array", "tile of text", "scans"],
+    ids=["long PNG", "BMP that skips lines", "long array", "tile size is text", "JPEG of many scans"],
 )
 def test_small_files_that_take_gigabytes_or_minutes_are_rejected(content, reason, monkeypatch):
     monkeypatch.setattr(module, "_convert", lambda image, channels: pytest.fail("the image was decoded"))
@@ -258,7 +260,7 @@ def test_small_files_that_take_gigabytes_or_minutes_are_rejected(content, reason
 
 
 def test_a_small_jpeg_with_many_scans_is_read():
-    assert isinstance(decode_one(jpeg_of_scans(8, 100)), np.ndarray)
+    assert isinstance(decode_one(jpeg_with_scans(8, 100)), np.ndarray)
 
 
 def test_threads_limit_the_pixels_in_conversion(monkeypatch):
@@ -272,13 +274,13 @@ def test_threads_limit_the_pixels_in_conversion(monkeypatch):
     monkeypatch.setattr(module, "_convert", convert)
     monkeypatch.setattr(module, "MAX_PIXELS", 200)
     monkeypatch.setattr(module, "decoding_threads", lambda: 8)
-    contents = [flat(value, size=side, channels=1) for value in range(60) for side in (6, 8)]
+    contents = [flat(value, size=size, channels=1) for value in range(60) for size in (6, 8)]
     assert len(list(map_images(source_of(contents), lambda c: module.to_8_bit(open_image(c), 1), "Decoding"))) == 120
     assert 64 < max(pixels_in_use) <= 200
     assert module._pixels_in_use == [0]
 
 
-def raises(error: Exception) -> object:
+def reader_that_raises(error: Exception) -> object:
     def read() -> bytes:
         raise error
 
@@ -299,7 +301,7 @@ def raises(error: Exception) -> object:
     ],
 )
 def test_system_errors_are_temporary_and_damaged_files_are_not(error, temporary):
-    assert decode_one(raises(error)).temporary is temporary
+    assert decode_one(reader_that_raises(error)).temporary is temporary
 
 
 def test_large_images_are_read(monkeypatch):

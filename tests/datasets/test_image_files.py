@@ -24,7 +24,7 @@ from metabridge.datasets.image_files import (
 from metabridge.errors import InputError
 
 
-def unsplit(count: int) -> list[ClassInfo]:
+def classes_without_split(count: int) -> list[ClassInfo]:
     return [ClassInfo(f"class{index:03}", "all", "") for index in range(count)]
 
 
@@ -33,49 +33,48 @@ def unsplit(count: int) -> list[ClassInfo]:
     [(100, (64, 16, 20)), (10, (6, 2, 2)), (4, (2, 1, 1)), (3, (1, 1, 1)), (2, (1, 0, 1)), (1, (1, 0, 0))],
 )
 def test_classes_are_split_64_16_20_without_empty_splits_if_possible(count, sizes):
-    counted = Counter(category.split for category in assign_splits(unsplit(count)))
-    assert tuple(counted[split] for split in ("train", "validation", "test")) == sizes
+    counts = Counter(info.split for info in assign_splits(classes_without_split(count)))
+    assert tuple(counts[split] for split in ("train", "validation", "test")) == sizes
 
 
 def test_the_split_depends_on_the_seed_and_the_names_but_not_on_their_order():
-    classes = unsplit(50)
-    once = assign_splits(classes, seed=3)
-    assert set(assign_splits(classes[::-1], seed=3)) == set(once)
-    assert set(assign_splits(classes, seed=4)) != set(once)
+    classes = classes_without_split(50)
+    expected = set(assign_splits(classes, seed=3))
+    assert set(assign_splits(classes[::-1], seed=3)) == expected
+    assert set(assign_splits(classes, seed=4)) != expected
 
 
-def test_given_splits_are_not_changed():
+def test_existing_splits_are_not_changed():
     classes = (ClassInfo("a", "all", "test"), ClassInfo("b", "all", "test"))
     assert assign_splits(classes, seed=1) == classes
 
 
 def test_a_negative_seed_is_rejected():
     with pytest.raises(InputError, match="seed is -1, but must not be negative"):
-        assign_splits(unsplit(3), seed=-1)
+        assign_splits(classes_without_split(3), seed=-1)
 
 
-def toy(*classes: ClassInfo) -> ImageSource:
-    return ImageSource("a toy", classes, len(classes), lambda: (RawImage(str(n), n, b"") for n in range(len(classes))))
+def make_source(*classes: ClassInfo) -> ImageSource:
+    """Return a source with one image per class."""
+    images = [RawImage(str(label), label, b"") for label in range(len(classes))]
+    return ImageSource("a toy", classes, len(images), lambda: iter(images))
 
 
 def test_splits_that_share_a_class_are_merged_with_a_note():
     source = merge_image_splits(
-        toy(ClassInfo("a", "", "train"), ClassInfo("b", "", "train"), ClassInfo("a", "", "test"))
+        make_source(ClassInfo("a", "", "train"), ClassInfo("b", "", "train"), ClassInfo("a", "", "test"))
     )
     assert source.classes == (ClassInfo("a", "", ""), ClassInfo("b", "", ""))
     assert [image.label for image in source.images()] == [0, 1, 0]
     assert source.notes[0].startswith("class 'a' is in the splits 'train' and 'test', so these are splits of images")
 
 
-def test_splits_of_classes_are_kept_and_a_single_split_is_removed():
-    split = toy(ClassInfo("a", "", "train"), ClassInfo("b", "", "test"))
-    assert merge_image_splits(split) is split
-    assert merge_image_splits(toy(ClassInfo("a", "", "train"), ClassInfo("b", "", "train"))).classes[1] == ClassInfo(
-        "b", "", ""
-    )
-    assert merge_image_splits(toy(ClassInfo("a", "", "train"), ClassInfo("b", "", ""))).classes[0] == ClassInfo(
-        "a", "", ""
-    )
+def test_complete_splits_of_classes_are_kept_and_others_are_removed():
+    source = make_source(ClassInfo("a", "", "train"), ClassInfo("b", "", "test"))
+    assert merge_image_splits(source) is source
+    for second_split in ("train", ""):
+        source = make_source(ClassInfo("a", "", "train"), ClassInfo("b", "", second_split))
+        assert merge_image_splits(source).classes == (ClassInfo("a", "", ""), ClassInfo("b", "", ""))
 
 
 def test_hidden_files_and_other_files_are_not_images(tmp_path):
@@ -131,26 +130,26 @@ def test_links_to_folders_elsewhere_are_classes(folders):
     (folders / "linked").mkdir()
     for name in ("cat", "dog"):
         (folders / "linked" / name).symlink_to(folders / "train" / name)
-    linked, linked_notes = find_class_folders(folders, ["linked"])
-    assert [name.split("/")[1] for name in linked] == [name.split("/")[1] for name in images]
+    linked_images, linked_notes = find_class_folders(folders, ["linked"])
+    assert [name.split("/")[1] for name in linked_images] == [name.split("/")[1] for name in images]
     assert notes == linked_notes == ()
 
 
 def test_an_unreadable_folder_is_rejected(folders, monkeypatch):
     scandir = os.scandir
 
-    def denied(path):
+    def deny(path):
         if Path(path).name == "dog":
             raise PermissionError(13, "Permission denied", str(path))
         return scandir(path)
 
-    monkeypatch.setattr(os, "scandir", denied)
+    monkeypatch.setattr(os, "scandir", deny)
     for function in (find_class_folders, list_tree):
         with pytest.raises(InputError, match=r"train/dog cannot be read \(Permission denied\)\. Fix or remove it\.$"):
             function(folders)
 
 
-class Denied:
+class UnreadableLink:
     """A directory entry: a link to a folder without permission."""
 
     def __init__(self, name: str) -> None:
@@ -167,11 +166,11 @@ def test_a_link_without_permission_is_rejected_unless_it_is_an_image(folders, mo
     scandir, name = os.scandir, "ape.png"
 
     @contextlib.contextmanager
-    def linked(path):
+    def add_link(path):
         with scandir(path) as entries:
-            yield [*entries, *([Denied(name)] if Path(path).name == "dog" else [])]
+            yield [*entries, *([UnreadableLink(name)] if Path(path).name == "dog" else [])]
 
-    monkeypatch.setattr(os, "scandir", linked)
+    monkeypatch.setattr(os, "scandir", add_link)
     assert find_class_folders(folders).images["train/dog"] == ["train/dog/1.png", "train/dog/ape.png"]
     name = "ape"
     for function in (find_class_folders, list_tree):
@@ -180,7 +179,7 @@ def test_a_link_without_permission_is_rejected_unless_it_is_an_image(folders, mo
 
 
 @pytest.fixture(params=["pipe", "device", "folder"])
-def irregular(request, tmp_path) -> Path:
+def irregular_file(request, tmp_path) -> Path:
     file = tmp_path / "a.png"
     if request.param == "pipe":
         os.mkfifo(file)
@@ -191,17 +190,17 @@ def irregular(request, tmp_path) -> Path:
     return file
 
 
-def test_pipes_and_devices_are_not_opened(irregular, monkeypatch):
+def test_pipes_and_devices_are_not_opened(irregular_file, monkeypatch):
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("it was opened"))
     with pytest.raises(OSError, match="it is not a regular file"):
-        read_image_file(irregular)
+        read_image_file(irregular_file)
 
 
-def test_only_regular_files_are_opened(irregular):
+def test_only_regular_files_are_opened(irregular_file):
     with pytest.raises(OSError, match="it is not a regular file"):
-        read_image_file(irregular)
+        read_image_file(irregular_file)
     with pytest.raises(InputError, match=r"a\.png cannot be read \(it is not a regular file\)"):
-        read_file(irregular)
+        read_file(irregular_file)
 
 
 def test_files_too_large_for_an_image_or_for_memory_are_not_read(tmp_path, monkeypatch):
@@ -222,16 +221,16 @@ def test_names_of_files_outside_the_folder_are_rejected(tmp_path, name):
         path_inside(tmp_path, name, tmp_path / "train.csv")
 
 
-@pytest.mark.parametrize("wrong", [-1, 3, 0.9, np.float32(0.5), float("nan"), float("inf"), "1", None, 10**30])
-def test_invalid_labels_are_rejected(wrong):
+@pytest.mark.parametrize("label", [-1, 3, 0.9, np.float32(0.5), float("nan"), float("inf"), "1", None, 10**30])
+def test_invalid_labels_are_rejected(label):
     assert parse_indices(Path("a.pkl"), "labels", np.array([0.0, 2.0]), 3) == [0, 2]
     with pytest.raises(InputError, match=r"^a\.pkl has .+ in labels, but expected integers from 0 to 2\. Download"):
-        parse_indices(Path("a.pkl"), "labels", [0, wrong, 1], 3)
+        parse_indices(Path("a.pkl"), "labels", [0, label, 1], 3)
 
 
-@pytest.mark.parametrize("wrong", [256, -1, 0.5, np.nan, np.inf])
-def test_invalid_pixels_are_rejected(wrong):
-    values = np.array([0, 255, wrong])
+@pytest.mark.parametrize("pixel", [256, -1, 0.5, np.nan, np.inf])
+def test_invalid_pixels_are_rejected(pixel):
+    values = np.array([0, 255, pixel])
     assert parse_uint8("a.pkl", "data", values[:2]).tolist() == [0, 255]
     with pytest.raises(InputError, match=r"^a\.pkl has \S+ in data, but expected integers from 0 to 255\. Download"):
         parse_uint8("a.pkl", "data", values)

@@ -8,7 +8,7 @@ from metabridge.datasets import detect, load
 from metabridge.errors import InputError
 from pictures import names_in, write_tree
 
-KNOWN = "glyphs, omniglot, mini-imagenet, tiered-imagenet, cifar-fs, fc100, fs-cifar100, parquet, folder"
+NAMES = "glyphs, omniglot, mini-imagenet, tiered-imagenet, cifar-fs, fc100, fs-cifar100, parquet, folder"
 
 
 @pytest.fixture
@@ -17,8 +17,8 @@ def root(tmp_path, empty_cache):
 
 
 def test_path_and_name_can_be_given_in_four_ways(root):
-    loaded = [load(root), load(str(root)), load("folder", root), load(f"folder:{root}")]
-    assert [names_in(images) for images in loaded] == 4 * [{"train": {"cat", "dog"}, "test": {"oak"}}]
+    data_sets = [load(root), load(str(root)), load("folder", root), load(f"folder:{root}")]
+    assert [names_in(images) for images in data_sets] == 4 * [{"train": {"cat", "dog"}, "test": {"oak"}}]
 
 
 def test_min_images_leaves_small_classes_out_of_the_splits(root):
@@ -34,7 +34,7 @@ def test_glyphs_accept_min_images(glyphs):
 
 
 @pytest.mark.parametrize(
-    ("name", "option", "sentence"),
+    ("name", "option", "message"),
     [
         ("glyphs", {"size": 84}, "size is 84, but 'glyphs' does not accept it. Leave size out."),
         ("glyphs", {"strict": True}, "strict is True, but 'glyphs' does not accept it. Leave strict out."),
@@ -49,14 +49,14 @@ def test_glyphs_accept_min_images(glyphs):
         ("folder", {"channels": 2}, "channels is 2, but images have 1 (gray) or 3 (RGB). Use one of these."),
     ],
 )
-def test_invalid_options_are_rejected(root, name, option, sentence):
+def test_invalid_options_are_rejected(root, name, option, message):
     with pytest.raises(InputError) as caught:
         load(name, root, **option)
-    assert str(caught.value) == sentence
+    assert str(caught.value) == message
 
 
 @pytest.mark.parametrize(
-    ("name", "root", "sentence"),
+    ("name", "root", "message"),
     [
         (
             "omniglott",
@@ -64,23 +64,23 @@ def test_invalid_options_are_rejected(root, name, option, sentence):
             "the data set is 'omniglott', which is neither the name of a data set nor an existing path. Pass glyphs, "
             "the path of a folder of images, or NAME:PATH with one of the names omniglot, mini-imagenet, ",
         ),
-        ("omniglott", ".", f"the data set is 'omniglott', but must be one of {KNOWN}."),
-        ("omniglot", None, "omniglot needs the folder that contains it. Use omniglot:FOLDER."),
-        ("omniglot", "nowhere", "nowhere does not exist. Use the path of the data set."),
+        ("omniglott", ".", f"the data set is 'omniglott', but must be one of {NAMES}."),
+        ("omniglot", None, "the path of omniglot is missing. Use omniglot:FOLDER."),
+        ("omniglot", "nowhere", "nowhere does not exist. Check the path."),
         ("omniglot:nowhere", None, "nowhere does not exist."),
     ],
 )
-def test_unknown_names_and_missing_paths_are_rejected(name, root, sentence):
+def test_unknown_names_and_missing_paths_are_rejected(name, root, message):
     with pytest.raises(InputError) as caught:
         load(name, root)
-    assert str(caught.value).startswith(sentence)
+    assert str(caught.value).startswith(message)
 
 
 def test_a_path_without_a_data_set_is_rejected_with_a_list_of_formats(tmp_path):
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(InputError, match=r"contains no known data set: not omniglot, .*no parquet files, and no"):
+    with pytest.raises(InputError, match=r"no recognized data set\. Supported formats: omniglot, .* parquet and"):
         detect(tmp_path)
-    with pytest.raises(InputError, match=r"notes.txt is a file of no known format: not omniglot, .* or parquet\."):
+    with pytest.raises(InputError, match=r"is not a recognized file\. Supported formats: omniglot, .* and parquet\."):
         detect(tmp_path / "notes.txt")
 
 
@@ -97,18 +97,18 @@ def test_a_name_that_is_too_long_for_a_path_is_rejected():
 
 
 def test_a_file_without_permission_is_reported_as_unreadable(root, monkeypatch):
-    def denied(path):
+    def deny(path):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "is_file", denied)
+    monkeypatch.setattr(Path, "is_file", deny)
     with pytest.raises(InputError, match=r"cannot be read \(Permission denied\)\. Fix or remove it\."):
         load(root)
 
 
 def test_a_path_in_a_folder_without_permission_is_reported_as_unreadable(root, monkeypatch):
-    def denied(path, **options):
+    def deny(path, **options):
         raise PermissionError(13, "Permission denied", str(path))
 
-    monkeypatch.setattr(os, "stat", denied)
+    monkeypatch.setattr(os, "stat", deny)
     with pytest.raises(InputError, match=rf"^{re.escape(str(root))} cannot be read \(Permission denied\)\."):
         load(root)

@@ -1,12 +1,12 @@
 import json
 import pickle
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pyarrow
 import pytest
-import torch
 from pyarrow import parquet
 
 from metabridge.datasets import detect, load
@@ -16,8 +16,8 @@ from pictures import encoded, flat, names_in, shared, values_of
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
-# The brightness of the two images of each class.
-PARTS = {
+# For each split name in file names and each class: the brightness of its two images.
+BRIGHTNESS = {
     "train": {"n01532829": [1, 2], "n01558993": [3, 4]},
     "val": {"n01855672": [5, 6]},
     "test": {"n01930112": [7, 8]},
@@ -26,34 +26,34 @@ SPLITS = {"train": {"n01532829", "n01558993"}, "validation": {"n01855672"}, "tes
 
 
 def write_parquet(root: Path) -> None:
-    names = [name for classes in PARTS.values() for name in classes] + [f"n{number:08}" for number in range(96)]
+    names = [name for classes in BRIGHTNESS.values() for name in classes] + [f"n{number:08}" for number in range(96)]
     features = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
-    for part, classes in PARTS.items():
+    for split_name, classes in BRIGHTNESS.items():
         images = [{"bytes": encoded(flat(value)), "path": ""} for values in classes.values() for value in values]
         labels = [names.index(name) for name, values in classes.items() for _ in values]
         table = pyarrow.table({"image": images, "label": labels})
-        split = {"val": "validation"}.get(part, part)
+        split = {"val": "validation"}.get(split_name, split_name)
         file = root / f"{split}-00000-of-00001.parquet"
         parquet.write_table(table.replace_schema_metadata({"huggingface": json.dumps(features)}), file)
 
 
 def write_csv(root: Path) -> None:
     (root / "images").mkdir()
-    for part, classes in PARTS.items():
+    for split_name, classes in BRIGHTNESS.items():
         lines = ["filename,label"]
         for name, values in classes.items():
             for value in values:
                 (root / "images" / f"{name}{value}.jpg").write_bytes(encoded(flat(value), "jpeg"))
                 lines.append(f"{name}{value}.jpg,{name}")
-        (root / f"{part}.csv").write_text("\n".join(lines) + "\n")
+        (root / f"{split_name}.csv").write_text("\n".join(lines) + "\n")
 
 
 def write_pickles(root: Path) -> None:
-    for part, classes in PARTS.items():
+    for split_name, classes in BRIGHTNESS.items():
         images = np.stack([flat(value, 84) for values in classes.values() for value in values])
         rows = {name: [2 * index, 2 * index + 1] for index, name in enumerate(classes)}
         content = {"image_data": images, "class_dict": rows}
-        (root / f"mini-imagenet-cache-{part}.pkl").write_bytes(pickle.dumps(content, 2))
+        (root / f"mini-imagenet-cache-{split_name}.pkl").write_bytes(pickle.dumps(content, 2))
 
 
 LAYOUTS = {"parquet": write_parquet, "csv": write_csv, "pickles": write_pickles}
@@ -66,7 +66,7 @@ def test_every_layout_gives_the_same_classes_images_and_splits(tmp_path, layout)
     images = load("mini-imagenet", tmp_path)
     assert names_in(images) == SPLITS
     assert images.images.shape == (8, 3, 84, 84)
-    for classes in PARTS.values():
+    for classes in BRIGHTNESS.values():
         for name, values in classes.items():
             assert values_of(images, name) == values
 
@@ -122,11 +122,10 @@ def test_the_real_parquet_files_have_100_classes_with_the_published_splits():
     assert detect(root) == "mini-imagenet"
     source = open_source(root)
     assert source.total == 60_000
-    sizes = torch.tensor([["train", "validation", "test"].index(info.split) for info in source.classes])
-    assert torch.bincount(sizes).tolist() == [64, 16, 20]
+    assert Counter(info.split for info in source.classes) == {"train": 64, "validation": 16, "test": 20}
     published = (shared("splits") / "mini_imagenet" / "classes.tsv").read_text().splitlines()[1:]
     rows = [line.split("\t") for line in published]
-    expected = {(row[1], {"val": "validation"}.get(row[3], row[3])) for row in rows}
+    expected = {(name, {"val": "validation"}.get(split, split)) for _, name, _, split, *_ in rows}
     assert {(info.name, info.split) for info in source.classes} == expected
 
 

@@ -18,19 +18,19 @@ ALPHABETS = {
 }
 
 
-def drawing(stroke: int) -> bytes:
-    """Return an image file with a black stroke in the upper left, on white."""
+def drawing(position: int) -> bytes:
+    """Return an image file with a black horizontal stroke in the upper left, on white."""
     image = Image.new("1", (105, 105), 1)
-    image.paste(0, (0, 5 * stroke, 50, 5 * stroke + 8))
+    image.paste(0, (0, 5 * position, 50, 5 * position + 8))
     return encoded(image)
 
 
 @pytest.fixture
 def folders(tmp_path) -> Path:
-    for part, alphabets in ALPHABETS.items():
+    for subset, alphabets in ALPHABETS.items():
         for alphabet in alphabets:
             for character in ("character01", "character02"):
-                folder = tmp_path / "folders" / part / alphabet / character
+                folder = tmp_path / "folders" / subset / alphabet / character
                 folder.mkdir(parents=True)
                 for drawer in range(2):
                     (folder / f"0001_{drawer}.png").write_bytes(drawing(drawer))
@@ -40,8 +40,8 @@ def folders(tmp_path) -> Path:
 @pytest.fixture
 def archives(folders, tmp_path) -> Path:
     (tmp_path / "archives").mkdir()
-    for part in ALPHABETS:
-        shutil.make_archive(str(tmp_path / "archives" / part), "zip", folders, part)
+    for subset in ALPHABETS:
+        shutil.make_archive(str(tmp_path / "archives" / subset), "zip", folders, subset)
     return tmp_path / "archives"
 
 
@@ -76,7 +76,7 @@ def test_rotations_are_new_classes_in_the_same_alphabet_and_split(archives):
     assert {split: 4 * len(members) for split, members in original.splits.items()} == {
         split: len(members) for split, members in rotated.splits.items()
     }
-    upright, turned = (rotated.class_names.index(f"Greek/character01{end}") for end in ("", "/turned90"))
+    upright, turned = (rotated.class_names.index(f"Greek/character01{suffix}") for suffix in ("", "/turned90"))
     assert rotated.superclasses[upright] == rotated.superclasses[turned]
     assert "Greek/character01/turned90" in names_in(rotated)["test"]
     assert torch.equal(
@@ -114,7 +114,7 @@ def test_an_empty_character_is_skipped_with_a_warning(folders, archives, caplog)
         assert "Skipped 1 class without a readable image: 'Greek/character03'." in caplog.text
 
 
-def test_a_missing_part_is_rejected(archives):
+def test_a_missing_subset_is_rejected(archives):
     (archives / "images_evaluation.zip").unlink()
     with pytest.raises(InputError, match=r"has neither images_evaluation\.zip nor the folder images_evaluation\. Put"):
         load("omniglot", archives)

@@ -15,11 +15,11 @@ from pictures import encoded, flat, names_in, values_of
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
-def write(
-    file: Path, values: list[int], labels: list, *, names: list[str] | None = None, column: str = "image"
+def write_file(
+    file: Path, brightnesses: list[int], labels: list, *, names: list[str] | None = None, column: str = "image"
 ) -> Path:
     """Write images, each with its own brightness, in the layout of the hub."""
-    images = [{"bytes": encoded(flat(value)), "path": f"{value}.png"} for value in values]
+    images = [{"bytes": encoded(flat(value)), "path": f"{value}.png"} for value in brightnesses]
     table = pyarrow.table({column: images, "label": labels})
     if names is not None:
         features = {"info": {"features": {"label": {"names": names, "_type": "ClassLabel"}}}}
@@ -31,10 +31,10 @@ def write(
 
 def test_file_names_define_splits_and_the_schema_names_classes(tmp_path):
     names = ["cat", "dog", "elm", "oak"]
-    write(tmp_path / "data" / "train-00000-of-00002.parquet", [1, 2], [0, 1], names=names)
-    write(tmp_path / "data" / "train-00001-of-00002.parquet", [3], [0], names=names)
-    write(tmp_path / "data" / "validation-00000-of-00001.parquet", [4], [2], names=names)
-    write(tmp_path / "data" / "test-00000-of-00001.parquet", [5], [3], names=names)
+    write_file(tmp_path / "data" / "train-00000-of-00002.parquet", [1, 2], [0, 1], names=names)
+    write_file(tmp_path / "data" / "train-00001-of-00002.parquet", [3], [0], names=names)
+    write_file(tmp_path / "data" / "validation-00000-of-00001.parquet", [4], [2], names=names)
+    write_file(tmp_path / "data" / "test-00000-of-00001.parquet", [5], [3], names=names)
     assert detect(tmp_path) == "parquet"
     images = load(tmp_path)
     assert names_in(images) == {"train": {"cat", "dog"}, "validation": {"elm"}, "test": {"oak"}}
@@ -43,15 +43,15 @@ def test_file_names_define_splits_and_the_schema_names_classes(tmp_path):
 
 
 def test_a_single_file_is_split_by_class(tmp_path):
-    file = write(tmp_path / "train.parquet", [1, 2, 3, 4], ["cat", "dog", "elm", "cat"])
+    file = write_file(tmp_path / "train.parquet", [1, 2, 3, 4], ["cat", "dog", "elm", "cat"])
     images = load(file)
     assert sorted(map(len, names_in(images).values())) == [1, 1, 1]
     assert values_of(images, "cat") == [1, 4]
 
 
 def test_splits_that_share_classes_are_merged_with_a_warning(tmp_path, caplog):
-    write(tmp_path / "train.parquet", [1, 2], [7, 8])
-    write(tmp_path / "test.parquet", [3, 4], [7, 8])
+    write_file(tmp_path / "train.parquet", [1, 2], [7, 8])
+    write_file(tmp_path / "test.parquet", [3, 4], [7, 8])
     with caplog.at_level(logging.WARNING, "metabridge"):
         images = load("parquet", tmp_path)
     assert set(images.class_names) == {"7", "8"}
@@ -63,14 +63,14 @@ def test_images_as_bytes_and_as_separate_files_are_read(tmp_path):
     (tmp_path / "one.png").write_bytes(encoded(flat(10)))
     table = pyarrow.table({"image": [{"bytes": None, "path": "one.png"}], "label": ["cat"]})
     parquet.write_table(table, tmp_path / "train.parquet")
-    two_labels = pyarrow.table({"img": [encoded(flat(20))], "fine_label": ["oak"], "coarse_label": ["tree"]})
-    parquet.write_table(two_labels, tmp_path / "test.parquet")
+    table = pyarrow.table({"img": [encoded(flat(20))], "fine_label": ["oak"], "coarse_label": ["tree"]})
+    parquet.write_table(table, tmp_path / "test.parquet")
     images = load("parquet", tmp_path)
     assert (values_of(images, "cat"), values_of(images, "oak")) == ([10], [20])
 
 
 def test_rows_without_a_label_are_skipped(tmp_path):
-    images = load(write(tmp_path / "a.parquet", [1, 2, 3, 4], [0, -1, None, 1], names=["cat", "dog"]))
+    images = load(write_file(tmp_path / "a.parquet", [1, 2, 3, 4], [0, -1, None, 1], names=["cat", "dog"]))
     assert len(images.images) == 2
     assert values_of(images, "dog") == [4]
 
@@ -83,12 +83,12 @@ def test_an_unreadable_image_is_named_by_file_and_path(tmp_path, caplog):
     assert f"{warning} 2 (" in caplog.text
 
 
-@pytest.mark.parametrize("where", ["end", "middle"])
-def test_a_damaged_file_is_rejected(tmp_path, where):
-    file = write(tmp_path / "train.parquet", list(range(50)), 50 * [1])
+@pytest.mark.parametrize("damaged_part", ["end", "middle"])
+def test_a_damaged_file_is_rejected(tmp_path, damaged_part):
+    file = write_file(tmp_path / "train.parquet", list(range(50)), 50 * [1])
     content = file.read_bytes()
     half = len(content) // 2
-    file.write_bytes(content[:-10] if where == "end" else content[:30] + bytes(half) + content[30 + half :])
+    file.write_bytes(content[:-10] if damaged_part == "end" else content[:30] + bytes(half) + content[30 + half :])
     with pytest.raises(
         InputError, match=r"train\.parquet is not a valid parquet file \(.*\)\. Download the file again\."
     ):
@@ -96,7 +96,7 @@ def test_a_damaged_file_is_rejected(tmp_path, where):
 
 
 def test_a_file_without_image_or_label_column_is_rejected(tmp_path):
-    file = write(tmp_path / "a.parquet", [1], [1], column="photo")
+    file = write_file(tmp_path / "a.parquet", [1], [1], column="photo")
     with pytest.raises(InputError, match=r"has the columns photo, label, but none is called image or img\. Rename one"):
         load(file)
 
@@ -122,17 +122,17 @@ def test_a_row_that_names_a_missing_file_is_rejected(tmp_path):
     assert len(load(tmp_path).images) == 1
 
 
-@pytest.mark.parametrize(("labels", "wrong"), [([0.9, 1.0], "0.9"), ([0, 2], "2"), ([[1], [2]], r"\[1\]")])
-def test_invalid_labels_are_rejected(tmp_path, labels, wrong):
-    write(tmp_path / "train.parquet", [1, 2], labels, names=["cat", "dog"])
+@pytest.mark.parametrize(("labels", "invalid_label"), [([0.9, 1.0], "0.9"), ([0, 2], "2"), ([[1], [2]], r"\[1\]")])
+def test_invalid_labels_are_rejected(tmp_path, labels, invalid_label):
+    write_file(tmp_path / "train.parquet", [1, 2], labels, names=["cat", "dog"])
     with pytest.raises(
-        InputError, match=rf"train\.parquet has {wrong} in column label, but .*\. Download the file again"
+        InputError, match=rf"train\.parquet has {invalid_label} in column label, but .*\. Download the file again"
     ):
         load(tmp_path)
 
 
 def test_a_file_that_unpacks_to_far_more_than_its_size_is_rejected(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "FREE_BYTES", 2**20)
+    monkeypatch.setattr(module, "BASE_UNPACKED_BYTES", 2**20)
     table = pyarrow.table({"image": [bytes(2**22)], "label": ["cat"]})
     parquet.write_table(table, tmp_path / "train.parquet", compression="gzip", use_dictionary=False)
     assert (tmp_path / "train.parquet").stat().st_size < 2**14
@@ -154,8 +154,8 @@ def test_a_pipe_is_rejected(tmp_path):
 
 
 def test_a_repeated_long_name_is_in_memory_once(tmp_path):
-    rows = pyarrow.array(64 * [0], pyarrow.int32())
-    names = pyarrow.DictionaryArray.from_arrays(rows, pyarrow.array([2**20 * "n"]))
+    indices = pyarrow.array(64 * [0], pyarrow.int32())
+    names = pyarrow.DictionaryArray.from_arrays(indices, pyarrow.array([2**20 * "n"]))
     parquet.write_table(pyarrow.table({"image": 64 * [encoded(flat(1))], "label": names}), tmp_path / "a.parquet")
     assert (tmp_path / "a.parquet").stat().st_size < 2**21
     labels = module._row_class_names(tmp_path / "a.parquet")
@@ -171,12 +171,12 @@ def test_an_image_shared_by_many_rows_takes_little_memory(tmp_path, rows):
     options = {"store_schema": False, "compression": "gzip", "dictionary_pagesize_limit": 2**30}
     parquet.write_table(table, tmp_path / "a.parquet", **options)
     assert (tmp_path / "a.parquet").stat().st_size < 2**17
-    before = pyarrow.default_memory_pool().bytes_allocated()
+    allocated_before = pyarrow.default_memory_pool().bytes_allocated()
     raw_images = module._read_images(tmp_path / "a.parquet", "a", rows * [0])
     if rows == 2:
         assert len(list(raw_images)) == 2
     else:
         assert len(next(raw_images).content) == 2**25
-        assert pyarrow.default_memory_pool().bytes_allocated() - before < 2**29
-        with pytest.raises(InputError, match=r"its images take far more memory than its size"):
+        assert pyarrow.default_memory_pool().bytes_allocated() - allocated_before < 2**29
+        with pytest.raises(InputError, match=r"its images are far larger than the file itself"):
             list(raw_images)

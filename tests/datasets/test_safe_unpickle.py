@@ -23,12 +23,12 @@ def test_arrays_numbers_text_and_containers_are_read_unchanged(protocol):
         "scalar": np.float32(2.5),
         "plain": [1, 2.5, 10**30, None, True, "déjà", b"\xff\x00", (1, (2,))],
     }
-    back = unpickle(pickle.dumps(data_dict, protocol), "file.pkl")
+    result = unpickle(pickle.dumps(data_dict, protocol), "file.pkl")
     for name in ("array", "columns", "transposed", "backwards", "words"):
-        assert np.array_equal(back[name], data_dict[name])
-        assert back[name].dtype.newbyteorder("=") == data_dict[name].dtype.newbyteorder("=")
-    assert back["scalar"] == data_dict["scalar"]
-    assert back["plain"] == data_dict["plain"]
+        assert np.array_equal(result[name], data_dict[name])
+        assert result[name].dtype.newbyteorder("=") == data_dict[name].dtype.newbyteorder("=")
+    assert result["scalar"] == data_dict["scalar"]
+    assert result["plain"] == data_dict["plain"]
 
 
 def test_pickles_of_python_2_and_an_old_numpy_are_read():
@@ -41,7 +41,9 @@ def test_pickles_of_python_2_and_an_old_numpy_are_read():
     assert data_dict["names"] == ["bébé"]
 
 
-class Runs:
+class CallWhenLoaded:
+    """An object whose pickle calls a function when `pickle.loads` reads it."""
+
     def __init__(self, function, *arguments):
         self.call = function, arguments
 
@@ -64,8 +66,8 @@ class Runs:
 @pytest.mark.parametrize("protocol", [0, 2, 4])
 def test_a_pickle_that_refers_to_code_is_rejected_and_nothing_is_run(tmp_path, function, arguments, name, protocol):
     file = tmp_path / "created"
-    filled = [part.format(file=str(file)) if isinstance(part, str) else part for part in arguments]
-    data = pickle.dumps({"data": [Runs(function, *filled)]}, protocol)
+    filled_arguments = [value.format(file=str(file)) if isinstance(value, str) else value for value in arguments]
+    data = pickle.dumps({"data": [CallWhenLoaded(function, *filled_arguments)]}, protocol)
     with pytest.raises(InputError, match=rf"train\.pkl refers to .*{name.split('.')[-1]}, which is code") as caught:
         unpickle(data, "train.pkl")
     assert "Do not trust this file." in str(caught.value)
@@ -104,11 +106,11 @@ def test_a_reference_to_an_external_object_is_rejected():
 
 def test_dtype_flags_that_make_numpy_follow_pointers_are_ignored():
     array = np.arange(3, dtype=np.uint64)
-    honest = pickle.dumps(array, 2)
+    valid_pickle = pickle.dumps(array, 2)
     flags = b"J\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tq"  # size, alignment, flags: none are set
-    assert flags in honest
-    forged = honest.replace(flags, b"J\xff\xff\xff\xffJ\xff\xff\xff\xffK?tq")
-    assert unpickle(forged, "a.pkl").tolist() == [0, 1, 2]
+    assert flags in valid_pickle
+    forged_pickle = valid_pickle.replace(flags, b"J\xff\xff\xff\xffJ\xff\xff\xff\xffK?tq")
+    assert unpickle(forged_pickle, "a.pkl").tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("array", [np.array([{}], dtype=object), np.zeros(2, dtype=[("a", "u1")])])
@@ -125,9 +127,9 @@ def test_the_class_of_arrays_cannot_be_called():
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize("array", [np.zeros((0, 3)), np.array(7, dtype=np.int16), np.ones((2, 1, 3), dtype=bool)])
 def test_arrays_without_elements_or_axes_are_read(array, protocol):
-    back = unpickle(pickle.dumps([array, b""], protocol), "a.pkl")[0]
-    assert (back.shape, back.dtype) == (array.shape, array.dtype)
-    assert np.array_equal(back, array)
+    result = unpickle(pickle.dumps([array, b""], protocol), "a.pkl")[0]
+    assert (result.shape, result.dtype) == (array.shape, array.dtype)
+    assert np.array_equal(result, array)
 
 
 # Parts of hand-written pickles: a dtype of bytes, and the state of an array of eight bytes.
@@ -197,9 +199,9 @@ def nested_pairs(levels: int) -> bytes:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (3_000_000 * b"]" + b".", "far more memory than its size"),
-        (3_000_000 * b"(" + b".", "far more memory than its size"),
-        (b"N" + 3_000_000 * b"\x94" + b".", "far more memory than its size"),
+        (3_000_000 * b"]" + b".", "far more memory than the size of the pickle"),
+        (3_000_000 * b"(" + b".", "far more memory than the size of the pickle"),
+        (b"N" + 3_000_000 * b"\x94" + b".", "far more memory than the size of the pickle"),
         (100_000 * b"]" + 99_999 * b"a" + b".", "nested more than 64 deep"),
         (b")" + 100_000 * b"\x85" + b".", "nested more than 64 deep"),
         (b"]2a.", "nested more than 64 deep"),  # a list that contains itself
@@ -217,7 +219,7 @@ def nested_pairs(levels: int) -> bytes:
         (b"L" + 2000 * b"1" + b"L\n.", "a number of 2001 characters"),
         (
             b"X\x00\x00\x10\x00" + 2**20 * b"a" + b"q\x000](" + 300 * b"c_codecs\nencode\n(h\x00S'latin1'\ntR" + b"e.",
-            "far more memory than its size",
+            "far more memory than the size of the pickle",
         ),
     ],
 )

@@ -14,27 +14,30 @@ pytestmark = pytest.mark.usefixtures("empty_cache")
 TREE = {"train/n01530575": 2, "train/n01531178": 1, "val/n02099267": 2, "test/n03314780": 1}
 
 
-def write_pickles(root: Path, form: str = "array") -> None:
-    """Write two classes per split, such as 't0' and 't1' in category 'T' for train."""
-    for start, part in [(0, "train"), (10, "val"), (20, "test")]:
+def write_pickles(root: Path, image_type: str = "array") -> None:
+    """Write two classes per split, such as 't0' and 't1' in category 'T' for train, with images as arrays or as bytes.
+
+    Like images, the keys of the labels are bytes if `image_type` is "bytes".
+    """
+    for start, split_name in [(0, "train"), (10, "val"), (20, "test")]:
         files = [encoded(flat(start + row)) for row in range(4)]
-        images = [np.frombuffer(file, np.uint8)[:, None].copy() if form == "array" else file for file in files]
-        letter = part[0]
+        images = [np.frombuffer(file, np.uint8)[:, None].copy() if image_type == "array" else file for file in files]
+        letter = split_name[0]
         labels = {
             "label_specific": np.array([0, 1, 0, 1]),
             "label_general": np.array([0, 0, 0, 0]),
             "label_specific_str": [f"{letter}0", f"{letter}1"],
             "label_general_str": [letter.upper()],
         }
-        if form == "bytes":
+        if image_type == "bytes":
             labels = {key.encode(): value for key, value in labels.items()}
-        (root / f"{part}_images_png.pkl").write_bytes(pickle.dumps(images, 2))
-        (root / f"{part}_labels.pkl").write_bytes(pickle.dumps(labels, 2))
+        (root / f"{split_name}_images_png.pkl").write_bytes(pickle.dumps(images, 2))
+        (root / f"{split_name}_labels.pkl").write_bytes(pickle.dumps(labels, 2))
 
 
-@pytest.mark.parametrize("form", ["array", "bytes"])
-def test_pickles_have_categories_as_superclasses(tmp_path, form):
-    write_pickles(tmp_path, form)
+@pytest.mark.parametrize("image_type", ["array", "bytes"])
+def test_pickles_have_categories_as_superclasses(tmp_path, image_type):
+    write_pickles(tmp_path, image_type)
     assert detect(tmp_path) == "tiered-imagenet"
     images = load(tmp_path)
     assert names_in(images) == {"train": {"t0", "t1"}, "validation": {"v0", "v1"}, "test": {"t0", "t1"}}
@@ -78,7 +81,7 @@ def test_the_table_has_the_608_published_classes_and_no_category_is_in_two_split
 def test_a_different_number_of_images_and_labels_is_rejected(tmp_path):
     write_pickles(tmp_path)
     (tmp_path / "val_images_png.pkl").write_bytes(pickle.dumps([b""]))
-    with pytest.raises(InputError, match=r"val_images_png\.pkl is not a list of 4 images, the number of labels"):
+    with pytest.raises(InputError, match=r"val_images_png\.pkl is not a list of 4 images, one for each label"):
         load(tmp_path)
 
 
@@ -106,17 +109,17 @@ def test_a_pickle_with_code_in_it_is_rejected(tmp_path, file):
 
 
 @pytest.mark.parametrize("key", ["label_specific", "label_general"])
-@pytest.mark.parametrize("wrong", [0.9, -1, float("nan")])
-def test_invalid_labels_are_rejected(tmp_path, key, wrong):
+@pytest.mark.parametrize("label", [0.9, -1, float("nan")])
+def test_invalid_labels_are_rejected(tmp_path, key, label):
     write_pickles(tmp_path)
     for names in (True, False):
         labels = pickle.loads((tmp_path / "val_labels.pkl").read_bytes())
-        labels[key] = np.array([0, wrong, 0, 0])
+        labels[key] = np.array([0, label, 0, 0])
         if not names:
             del labels[f"{key}_str"]
         (tmp_path / "val_labels.pkl").write_bytes(pickle.dumps(labels))
         with pytest.raises(
-            InputError, match=rf"val_labels\.pkl has {wrong:g}\S* in {key}, but expected integers from 0 to"
+            InputError, match=rf"val_labels\.pkl has {label:g}\S* in {key}, but expected integers from 0 to"
         ):
             load(tmp_path)
 

@@ -48,55 +48,62 @@ from metabridge.theory.landscape import (
 )
 from metabridge.training import evaluation
 
-WORLD = HardEasy(rho_hard=0.1, rho_easy=1.0, R=3.0, r_hard=0.5, r_easy=1.0, dimension=5, noise=0.2)
-ALIKE = HardEasy(rho_hard=0.5, rho_easy=1.0, R=0.0, r_hard=1.0, r_easy=1.0, dimension=5, noise=0.2)
+HARD_EASY = HardEasy(rho_hard=0.1, rho_easy=1.0, R=3.0, r_hard=0.5, r_easy=1.0, dimension=5, noise=0.2)
+SAME_CENTER = HardEasy(rho_hard=0.5, rho_easy=1.0, R=0.0, r_hard=1.0, r_easy=1.0, dimension=5, noise=0.2)
 
 
-def tasks(world: HardEasy | Landscape, shots: int = 100, queries: int = 20) -> LinearTasks:
-    return LinearTasks(world if isinstance(world, Landscape) else world.landscape, shots, queries)
+def linear_tasks(distribution: HardEasy | Landscape, shots: int = 100, queries: int = 20) -> LinearTasks:
+    return LinearTasks(distribution if isinstance(distribution, Landscape) else distribution.landscape, shots, queries)
 
 
-def moments_of(world: HardEasy | Landscape, count: int, shots: int, seed: int = 0) -> tuple[SplitMoments, torch.Tensor]:
-    """The moments of tasks, and which of them are truly hard."""
-    episodes = tasks(world, shots, shots).sample(count, torch.Generator().manual_seed(seed))
+def moments_of(
+    distribution: HardEasy | Landscape, count: int, shots: int, seed: int = 0
+) -> tuple[SplitMoments, torch.Tensor]:
+    """Return the moments of sampled tasks, and a mask of the hard tasks."""
+    episodes = linear_tasks(distribution, shots, shots).sample(count, torch.Generator().manual_seed(seed))
     unsplit = episodes.without_split()
     return regression_moments(unsplit.support_x.double(), unsplit.support_y), episodes.classes[:, 0] == 0
 
 
+def hard_and_easy_parts() -> tuple[LinearTasks, ...]:
+    """Return an environment of only the hard tasks of `HARD_EASY`, and one of only its easy tasks."""
+    return tuple(linear_tasks(Landscape((replace(group, probability=1.0),), 5)) for group in HARD_EASY.landscape.groups)
+
+
 @pytest.fixture(scope="module")
 def diagnosis() -> Diagnosis:
-    return diagnose(tasks(WORLD), alpha=0.9, tasks=400)
+    return diagnose(linear_tasks(HARD_EASY), alpha=0.9, tasks=400)
 
 
 def test_the_parameters_of_a_known_landscape_are_estimated(diagnosis):
     hard, easy = diagnosis.groups
-    assert diagnosis.distance == pytest.approx(WORLD.R, rel=0.1)
-    assert hard.dispersion == pytest.approx(WORLD.r_hard, rel=0.15)
-    assert easy.dispersion == pytest.approx(WORLD.r_easy, rel=0.15)
-    assert hard.rate == pytest.approx(WORLD.rho_hard, rel=0.15)
-    assert easy.rate == pytest.approx(WORLD.rho_easy, rel=0.15)
+    assert diagnosis.distance == pytest.approx(HARD_EASY.R, rel=0.1)
+    assert hard.dispersion == pytest.approx(HARD_EASY.r_hard, rel=0.15)
+    assert easy.dispersion == pytest.approx(HARD_EASY.r_easy, rel=0.15)
+    assert hard.rate == pytest.approx(HARD_EASY.rho_hard, rel=0.15)
+    assert easy.rate == pytest.approx(HARD_EASY.rho_easy, rel=0.15)
     assert diagnosis.m == 100
 
 
 def test_the_predicted_ratio_is_that_of_corollary_1(diagnosis):
-    assert diagnosis.ratio.value == pytest.approx(hard_easy_risks(WORLD, 0.9, 100).ratio, rel=0.1)
+    assert diagnosis.ratio.value == pytest.approx(hard_easy_risks(HARD_EASY, 0.9, 100).ratio, rel=0.1)
     assert diagnosis.ratio.low < diagnosis.ratio.value < diagnosis.ratio.high
     assert diagnosis.nal / diagnosis.maml == pytest.approx(diagnosis.ratio.value)
     assert diagnosis.advice == replace(diagnosis.advice, method="maml", adapts=True)
     assert diagnosis.ratio_limit == pytest.approx(1 + diagnosis.distance**2 / diagnosis.groups[0].dispersion)
-    assert diagnosis.ratio_limit == pytest.approx(1 + WORLD.R**2 / WORLD.r_hard, rel=0.2)
+    assert diagnosis.ratio_limit == pytest.approx(1 + HARD_EASY.R**2 / HARD_EASY.r_hard, rel=0.2)
 
 
 def test_groups_are_separated_by_hardness():
-    moments, hard = moments_of(WORLD, 200, 40)
-    assert (split_by_rate(convergence_rates(moments)) == hard).all()
-    assert (find_hard_tasks(moments) == hard).all()
+    moments, is_hard = moments_of(HARD_EASY, 200, 40)
+    assert (split_by_rate(convergence_rates(moments)) == is_hard).all()
+    assert (find_hard_tasks(moments) == is_hard).all()
 
 
 def test_covariances_separate_groups_whose_rates_overlap():
-    moments, hard = moments_of(replace(WORLD, rho_hard=0.75, dimension=12), 200, 150)
-    assert (split_by_rate(convergence_rates(moments)) != hard).sum() > 5
-    assert (find_hard_tasks(moments) == hard).all()
+    moments, is_hard = moments_of(replace(HARD_EASY, rho_hard=0.75, dimension=12), 200, 150)
+    assert (split_by_rate(convergence_rates(moments)) != is_hard).sum() > 5
+    assert (find_hard_tasks(moments) == is_hard).all()
 
 
 def test_a_deviance_is_minus_twice_the_log_likelihood():
@@ -126,57 +133,57 @@ def test_the_ratio_is_predicted_for_random_covariances():
     assert predicted.risks.maml == pytest.approx(float(exact[1]), rel=0.15)
 
 
-@pytest.mark.parametrize("shots", [4, 25], ids=["fewer points than dimensions", "enough points"])
-def test_noise_of_few_points_does_not_increase_the_dispersion(shots):
+@pytest.mark.parametrize("shots", [4, 25], ids=["fewer examples than dimensions", "enough examples"])
+def test_noise_of_few_examples_does_not_increase_the_dispersion(shots):
     """All tasks of a group have the same solution, so estimates differ only by noise."""
-    world = HardEasy(rho_hard=0.5, rho_easy=1.0, R=1.0, dimension=10, noise=2.0)
-    moments, hard = moments_of(world, 2000, shots)
-    estimate = LandscapeEstimate(moments, hard, shots)
+    hard_easy = HardEasy(rho_hard=0.5, rho_easy=1.0, R=1.0, dimension=10, noise=2.0)
+    moments, is_hard = moments_of(hard_easy, 2000, shots)
+    estimate = LandscapeEstimate(moments, is_hard, shots)
     landscape = estimate.landscape(0.5)
-    naive = estimate.solutions[hard].mean(1).T.cov().diagonal().mean()
+    naive = estimate.solutions[is_hard].mean(1).T.cov().diagonal().mean()
     assert naive > 0.1
     assert landscape.groups[0].spread < 0.2 * naive
     assert estimate.distance(landscape, 0.5) == pytest.approx(1.0, abs=0.15)
 
 
-@pytest.mark.parametrize(("count", "widest"), [(10, 0.6), (40, 0.2)])
-def test_intervals_contain_the_ratio_with_their_nominal_probability(count, widest, monkeypatch):
+@pytest.mark.parametrize(("task_count", "max_median_width"), [(10, 0.6), (40, 0.2)])
+def test_intervals_contain_the_ratio_with_their_nominal_probability(task_count, max_median_width, monkeypatch):
     monkeypatch.setattr(estimates, "BOOTSTRAP_SAMPLES", 60)
-    world = replace(WORLD, rho_hard=0.6, R=2.0, dimension=3)
-    exact, covered, widths = hard_easy_risks(world, 0.9, 60).ratio, 0, []
+    hard_easy = replace(HARD_EASY, rho_hard=0.6, R=2.0, dimension=3)
+    exact, covered, widths = hard_easy_risks(hard_easy, 0.9, 60).ratio, 0, []
     for seed in range(30):
-        moments, hard = moments_of(world, 3 * count, 60, seed)
-        subset = torch.cat([group.nonzero().flatten()[: count // 2] for group in (hard, ~hard)])
-        estimate = LandscapeEstimate(moments.select(subset), hard[subset], 60, 0.5)
+        moments, is_hard = moments_of(hard_easy, 3 * task_count, 60, seed)
+        subset = torch.cat([group.nonzero().flatten()[: task_count // 2] for group in (is_hard, ~is_hard)])
+        estimate = LandscapeEstimate(moments.select(subset), is_hard[subset], 60, 0.5)
         ratio = estimate.predict(0.9, torch.Generator().manual_seed(seed)).ratio
         covered += ratio.low <= exact <= ratio.high
         widths.append((ratio.high - ratio.low) / ratio.value)
     assert covered >= stats.binom.interval(0.999, 30, 0.95)[0]
-    assert sorted(widths)[15] < widest  # they are not too wide either
+    assert sorted(widths)[15] < max_median_width  # and the intervals are not too wide
 
 
 def test_intervals_include_the_uncertainty_of_covariances():
     """Without noise and dispersion the solutions are exact, so only the covariances are uncertain."""
-    world = HardEasy(rho_hard=0.3, rho_easy=1.0, R=1.0, dimension=3)
-    moments, hard = moments_of(world, 60, 30)
-    ratio = LandscapeEstimate(moments, hard, 30, 0.5).predict(0.9, torch.Generator().manual_seed(0)).ratio
-    assert ratio.low < hard_easy_risks(world, 0.9, 30).ratio < ratio.high
+    hard_easy = HardEasy(rho_hard=0.3, rho_easy=1.0, R=1.0, dimension=3)
+    moments, is_hard = moments_of(hard_easy, 60, 30)
+    ratio = LandscapeEstimate(moments, is_hard, 30, 0.5).predict(0.9, torch.Generator().manual_seed(0)).ratio
+    assert ratio.low < hard_easy_risks(hard_easy, 0.9, 30).ratio < ratio.high
     assert ratio.high - ratio.low > 0.01
 
 
 def test_the_step_does_not_diverge_on_bootstrap_samples():
-    """One steep task determines the step, and a bootstrap sample can omit it or contain it twice."""
-    moments, hard = moments_of(WORLD, 40, 20)
-    steep = torch.ones(40, 1, 1, 1).double()
-    steep[(~hard).nonzero()[0]] = 300.0
-    estimate = LandscapeEstimate(replace(moments, covariance=steep * moments.covariance), hard, 20, 0.5)
+    """One task has a large curvature, which limits the step. A bootstrap sample can omit this task or repeat it."""
+    moments, is_hard = moments_of(HARD_EASY, 40, 20)
+    scale = torch.ones(40, 1, 1, 1).double()
+    scale[(~is_hard).nonzero()[0]] = 300.0
+    estimate = LandscapeEstimate(replace(moments, covariance=scale * moments.covariance), is_hard, 20, 0.5)
     for step in (estimate.default_step_size(), 1 / estimate.curvature):
         ratio = estimate.predict(step, torch.Generator().manual_seed(0)).ratio
         assert 1 <= ratio.low <= ratio.value <= ratio.high
 
 
-def test_plain_pre_training_is_recommended_if_the_groups_have_the_same_center():
-    diagnosis = diagnose(tasks(ALIKE), alpha=0.9, tasks=150)
+def test_pre_training_without_adaptation_is_recommended_if_the_groups_have_the_same_center():
+    diagnosis = diagnose(linear_tasks(SAME_CENTER), alpha=0.9, tasks=150)
     assert diagnosis.ratio.value == pytest.approx(1, abs=0.02)
     assert diagnosis.ratio.low >= 1  # MAML has the lowest possible risk
     assert diagnosis.advice.adapts is False
@@ -192,9 +199,9 @@ def test_adaptation_is_recommended_if_it_gains_enough(diagnosis):
 
 
 def test_the_same_seed_gives_the_same_diagnosis(diagnosis):
-    again = diagnose(tasks(WORLD), alpha=0.9, tasks=400)
+    again = diagnose(linear_tasks(HARD_EASY), alpha=0.9, tasks=400)
     assert again == diagnosis
-    assert diagnose(tasks(WORLD), alpha=0.9, tasks=400, seed=1) != diagnosis
+    assert diagnose(linear_tasks(HARD_EASY), alpha=0.9, tasks=400, seed=1) != diagnosis
 
 
 def test_symmetric_products_have_the_norm_of_the_matrix():
@@ -211,7 +218,7 @@ def test_the_order_of_the_classes_has_no_influence():
     assert not torch.equal(labels.argsort(dim=1, stable=True), renamed.argsort(dim=1, stable=True))
     first, second = pair_moments(features, labels), pair_moments(features, renamed)
     torch.testing.assert_close(first.covariance, second.covariance)
-    torch.testing.assert_close(first.cross, second.cross)
+    torch.testing.assert_close(first.cross_moment, second.cross_moment)
 
 
 def test_the_solution_for_classes_that_differ_in_one_direction_is_that_direction():
@@ -233,9 +240,8 @@ def test_superclasses_of_images_can_be_the_groups(glyphs):
 
 
 def test_parts_of_a_mixture_can_be_the_groups():
-    hard, easy = (tasks(Landscape((replace(group, probability=1.0),), 5)) for group in WORLD.landscape.groups)
-    diagnosis = diagnose(Mixture((hard, easy), (0.5, 0.5)), groups="parts", alpha=0.9, tasks=200)
-    assert diagnosis.ratio.value == pytest.approx(hard_easy_risks(WORLD, 0.9, 100).ratio, rel=0.15)
+    diagnosis = diagnose(Mixture(hard_and_easy_parts(), (0.5, 0.5)), groups="parts", alpha=0.9, tasks=200)
+    assert diagnosis.ratio.value == pytest.approx(hard_easy_risks(HARD_EASY, 0.9, 100).ratio, rel=0.15)
 
 
 def test_regression_tasks_use_the_features_of_a_network():
@@ -248,13 +254,13 @@ def test_regression_tasks_use_the_features_of_a_network():
 def test_costs_are_those_of_the_presets():
     net = mb.models.mlp(4, 2, width=8)
     by_name = {cost.method: cost for cost in method_costs(("rfs", "anil", "maml", "fo-maml"), net, 0)}
-    everything, head = sum(value.numel() for value in net.parameters()), 8 * 2 + 2
+    net_size, head_size = sum(value.numel() for value in net.parameters()), 8 * 2 + 2
     assert (by_name["maml"].adapted_parameters, by_name["maml"].test_gradients, by_name["maml"].training_gradients) == (
-        everything,
+        net_size,
         5,
         16,
     )
-    assert (by_name["anil"].adapted_parameters, by_name["anil"].test_gradients) == (head, 0)
+    assert (by_name["anil"].adapted_parameters, by_name["anil"].test_gradients) == (head_size, 0)
     assert by_name["rfs"].training_gradients == 1
     assert 1 < by_name["anil"].training_gradients < by_name["fo-maml"].training_gradients == 6
 
@@ -269,7 +275,7 @@ def test_costs_count_hessian_vector_products_and_the_parameters_that_adapt_at_te
     assert (anil.adapted_parameters, anil.test_gradients, anil.training_gradients) == (7, 5, 16)
 
 
-def test_kernel_predictions_are_compared_with_the_support_alone(monkeypatch):
+def test_kernel_predictions_are_compared_with_regression_on_the_support_set(monkeypatch):
     monkeypatch.setattr(advice, "TRAINING_EXAMPLES", 200)
     predictions = predict_with_kernels(mb.kernels.fully_connected_kernel(depth=3), Quadratic(), seed=0)
     assert [prediction.method for prediction in predictions] == ["no meta-training", "mtl", "anil", "maml"]
@@ -317,17 +323,17 @@ def test_the_command_writes_a_report(metabridge, glyphs, tmp_path):
 )
 def test_invalid_arguments_are_rejected(options, message):
     with pytest.raises(InputError, match=re.escape(message)):
-        diagnose(tasks(WORLD), **({"tasks": 40} | options))
+        diagnose(linear_tasks(HARD_EASY), **({"tasks": 40} | options))
 
 
 def test_a_singular_covariance_is_rejected():
-    moments, hard = moments_of(WORLD, 40, 20)
-    flat = torch.zeros_like(moments.covariance)
+    moments, is_hard = moments_of(HARD_EASY, 40, 20)
+    zero = torch.zeros_like(moments.covariance)
     with pytest.raises(InputError, match="the covariance of a task's features is singular"):
-        LandscapeEstimate(replace(moments, covariance=flat), hard, 20).landscape(0.5)
+        LandscapeEstimate(replace(moments, covariance=zero), is_hard, 20).landscape(0.5)
 
 
-def test_more_than_one_value_per_point_is_rejected():
+def test_more_than_one_output_is_rejected():
     with pytest.raises(InputError, match="Diagnose each output separately"):
         regression_moments(torch.zeros(2, 8, 3).double(), torch.zeros(2, 8, 2))
 
@@ -350,18 +356,18 @@ def test_classes_without_superclasses_cannot_be_grouped_by_them(glyphs, supercla
 
 
 def test_tasks_without_any_signal_do_not_change_the_groups():
-    moments, hard = moments_of(WORLD, 200, 40)
+    moments, is_hard = moments_of(HARD_EASY, 200, 40)
     empty = torch.zeros(200, dtype=torch.bool)
     empty[[3, 77]] = True
-    changed = replace(moments, cross=torch.where(empty[:, None, None], 0, moments.cross))
+    changed = replace(moments, cross_moment=torch.where(empty[:, None, None], 0, moments.cross_moment))
     assert convergence_rates(changed).isfinite().all()
     assert torch.equal(convergence_rates(changed)[~empty], convergence_rates(moments)[~empty])
-    assert (find_hard_tasks(changed) == hard).all()
+    assert (find_hard_tasks(changed) == is_hard).all()
 
 
 def test_the_ratio_is_one_if_there_is_nothing_to_gain(tmp_path):
-    nothing = HardEasy(rho_hard=0.1, rho_easy=1.0, R=0.0, r_hard=0.0, r_easy=0.0, dimension=3, noise=0.0)
-    diagnosis = diagnose(tasks(nothing, 20, 20), tasks=40)
+    identical_tasks = HardEasy(rho_hard=0.1, rho_easy=1.0, R=0.0, r_hard=0.0, r_easy=0.0, dimension=3, noise=0.0)
+    diagnosis = diagnose(linear_tasks(identical_tasks, 20, 20), tasks=40)
     assert diagnosis.ratio.value == 1
     assert diagnosis.advice.adapts is False
     assert diagnosis.ratio_limit is None
@@ -401,14 +407,14 @@ def test_nothing_is_recommended_if_bootstrap_samples_disagree(adapting):
 
 
 def test_a_ratio_without_upper_bound_is_a_reason_or_a_problem():
-    unsure = make_advice(make_prediction(2.0, [*99 * [1.0], 1e9]))
-    assert unsure.adapts is None
-    assert "no upper bound" in unsure.headline
-    sure = make_advice(make_prediction(1e9, [*99 * [1e9], 1.3]))
-    assert sure.adapts is True
-    assert any("no upper bound" in reason for reason in sure.reasons)
-    nothing = make_advice(make_prediction(2.0, [*99 * [1.0], 1e9], gain=1e-6))
-    assert nothing.adapts is False
+    undecided = make_advice(make_prediction(2.0, [*99 * [1.0], 1e9]))
+    assert undecided.adapts is None
+    assert "no upper bound" in undecided.headline
+    adaptive = make_advice(make_prediction(1e9, [*99 * [1e9], 1.3]))
+    assert adaptive.adapts is True
+    assert any("no upper bound" in reason for reason in adaptive.reasons)
+    negligible = make_advice(make_prediction(2.0, [*99 * [1.0], 1e9], gain=1e-6))
+    assert negligible.adapts is False
     bounded = make_advice(make_prediction(2.0, [2.0, 3.0]))
     assert not any("upper bound" in reason for reason in bounded.reasons)
 
@@ -417,9 +423,9 @@ def test_a_negligible_gain_is_not_worth_adaptation():
     diagnosis = make_advice(make_prediction(9.0, [9.0], gain=0.0004))
     assert (diagnosis.adapts, diagnosis.method) == (False, "nal")
     assert any("negligible" in reason for reason in diagnosis.reasons)
-    worth = make_advice(make_prediction(9.0, [9.0], gain=0.01))
-    assert worth.adapts is True
-    assert not any("negligible" in reason for reason in worth.reasons)
+    larger_gain = make_advice(make_prediction(9.0, [9.0], gain=0.01))
+    assert larger_gain.adapts is True
+    assert not any("negligible" in reason for reason in larger_gain.reasons)
 
 
 def test_nothing_is_recommended_if_there_are_problems():
@@ -442,8 +448,8 @@ def test_maml_is_recommended_if_its_kernel_prediction_is_clearly_better():
     reason = "according to the infinite-width kernel predictions, {} significantly better than "
     reason += "regression on the support set without meta-training"
     assert reason.format("ANIL and MAML are") in make_advice(diagnosis, *kernels(0.5)).reasons
-    everything = make_advice(diagnosis, *kernels(0.5, margin=0.01)).reasons
-    assert reason.format("MTL, ANIL and MAML are") in everything
+    all_reasons = make_advice(diagnosis, *kernels(0.5, margin=0.01)).reasons
+    assert reason.format("MTL, ANIL and MAML are") in all_reasons
     assert reason.format("ANIL is") in make_advice(diagnosis, *kernels(0.1)).reasons
     assert reason.format("no method is") in make_advice(diagnosis, *kernels(0.1, margin=1.0)).reasons
 
@@ -470,18 +476,18 @@ def test_unclear_groups_are_mentioned(ratio, words):
 
 
 def test_the_largest_step_depends_on_the_tasks_and_not_on_bootstrap_samples():
-    few = tasks(WORLD, 20, 20)
-    with pytest.raises(InputError, match=r"alpha is 100\.0, but steps of") as rejected:
-        diagnose(few, alpha=100.0, tasks=40)
-    largest = float(re.search(r"steps of ([\d.]+)", str(rejected.value))[1])
-    assert diagnose(few, alpha=0.999 * largest, tasks=40).alpha == 0.999 * largest
+    environment = linear_tasks(HARD_EASY, 20, 20)
+    with pytest.raises(InputError, match=r"alpha is 100\.0, but steps of") as error:
+        diagnose(environment, alpha=100.0, tasks=40)
+    max_step = float(re.search(r"steps of ([\d.]+)", str(error.value))[1])
+    assert diagnose(environment, alpha=0.999 * max_step, tasks=40).alpha == 0.999 * max_step
 
 
 def test_a_step_that_overflows_is_rejected():
     with pytest.raises(
         InputError, match=r"^alpha is 1e\+300, for which the risk overflows. Use alpha=[\d.]+ or less\.$"
     ):
-        diagnose(tasks(WORLD, 20, 20), alpha=1e300, tasks=40)
+        diagnose(linear_tasks(HARD_EASY, 20, 20), alpha=1e300, tasks=40)
 
 
 def test_kernel_predictions_that_fail_are_left_out_with_a_warning(monkeypatch, caplog):
@@ -489,7 +495,7 @@ def test_kernel_predictions_that_fail_are_left_out_with_a_warning(monkeypatch, c
         raise InputError("points 0 and 1 are the same")
 
     monkeypatch.setattr("metabridge.diagnosis.diagnose_tasks.predict_with_kernels", reject)
-    diagnosis = diagnose(tasks(ALIKE), tasks=40, kernel=mb.kernels.fully_connected_kernel(depth=2))
+    diagnosis = diagnose(linear_tasks(SAME_CENTER), tasks=40, kernel=mb.kernels.fully_connected_kernel(depth=2))
     assert diagnosis.kernel_predictions == ()
     assert "Continuing without kernel predictions: points 0 and 1 are the same" in caplog.text
 
@@ -499,24 +505,24 @@ def test_the_ratio_of_zero_risks_is_defined():
     assert Risks(0.0, 0.0).ratio == 1
 
 
-def test_points_that_are_not_finite_are_rejected():
+def test_features_that_are_not_finite_are_rejected():
     def square_root(x):
         return x.sqrt()  # NaN for negative numbers
 
     with pytest.raises(InputError, match="some features are NaN or infinite"):
-        diagnose(tasks(WORLD), features=square_root, tasks=40)
+        diagnose(linear_tasks(HARD_EASY), features=square_root, tasks=40)
 
 
 def test_few_tasks_give_a_warning(caplog):
-    diagnose(tasks(WORLD), tasks=20)
+    diagnose(linear_tasks(HARD_EASY), tasks=20)
     assert "intervals from fewer than 50 tasks are too narrow" in caplog.text
     caplog.clear()
-    diagnose(tasks(WORLD), tasks=50)
+    diagnose(linear_tasks(HARD_EASY), tasks=50)
     assert not caplog.text
 
 
-def test_concatenated_moments_have_the_smallest_number_of_points():
-    first, second = (moments_of(WORLD, 5, shots)[0] for shots in (40, 10))
+def test_concatenated_moments_have_the_smallest_number_of_examples():
+    first, second = (moments_of(HARD_EASY, 5, shots)[0] for shots in (40, 10))
     assert (
         SplitMoments.concatenate([first, second]).examples_per_dimension
         == second.examples_per_dimension
@@ -526,20 +532,20 @@ def test_concatenated_moments_have_the_smallest_number_of_points():
 
 @dataclass(frozen=True)
 class ModifiedTasks:
-    """Tasks of `WORLD` with inputs multiplied by random numbers and with another distribution of the noise."""
+    """Tasks of `HARD_EASY` with inputs multiplied by random numbers and with another distribution of the noise."""
 
-    # functions of uniform random numbers
-    point_scale: object = None  # (tasks, points, 1)
+    # Functions that transform uniform random numbers of the shape in the comment.
+    example_scale: object = None  # (tasks, examples, 1)
     task_scale: object = None  # (tasks, 1, 1)
-    noise: object = None  # (tasks, points, 1)
+    noise: object = None  # (tasks, examples, 1)
     shots: int = 100
     outputs = 1
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
-        unsplit = LinearTasks(replace(WORLD, noise=0.0).landscape, self.shots, 20).sample(tasks, generator)
+        unsplit = LinearTasks(replace(HARD_EASY, noise=0.0).landscape, self.shots, 20).sample(tasks, generator)
         unsplit = unsplit.without_split()
         x, y = unsplit.support_x, unsplit.support_y
-        for transform, shape in ((self.point_scale, y.shape), (self.task_scale, (tasks, 1, 1))):
+        for transform, shape in ((self.example_scale, y.shape), (self.task_scale, (tasks, 1, 1))):
             if transform is not None:
                 scale = transform(torch.rand(shape, generator=generator))
                 x, y = scale * x, scale * y
@@ -553,52 +559,56 @@ def cauchy(uniform: torch.Tensor) -> torch.Tensor:
 
 
 def spiked(uniform: torch.Tensor) -> torch.Tensor:
-    """Return numbers s with E[s²] = 1 and E[s⁴] = `SPIKED_FOURTH`."""
+    """Return numbers s with E[s²] = 1 and E[s⁴] = `SPIKED_FOURTH_MOMENT`."""
     return torch.where(uniform < 0.075, 10.25, 0.25).sqrt()
 
 
-SPIKED_FOURTH = 0.075 * 10.25**2 + 0.925 * 0.25**2  # 7.9
+SPIKED_FOURTH_MOMENT = 0.075 * 10.25**2 + 0.925 * 0.25**2  # 7.9
 
 
 def test_the_ratio_of_heavy_tailed_inputs_uses_their_fourth_moments():
-    """Normal inputs with the same covariance have a ratio of 1.8."""
-    normal, covariance = hard_easy_risks(WORLD, 0.9, 100).ratio, WORLD.landscape.distribution.covariance
+    """Gaussian inputs with the same covariance have a ratio of 1.8."""
+    normal, covariance = hard_easy_risks(HARD_EASY, 0.9, 100).ratio, HARD_EASY.landscape.distribution.covariance
     trace = covariance.square().sum((-2, -1))[:, None, None]
-    fourth = SPIKED_FOURTH * (trace * covariance + 2 * covariance @ covariance @ covariance)
-    solutions = nal_solution(WORLD.landscape), maml_solution(WORLD.landscape, 0.9, 100, fourth=fourth)
-    nal, maml = risk_above_floor(WORLD.landscape, torch.stack(solutions), 0.9, 100, fourth=fourth)
+    fourth_moment = SPIKED_FOURTH_MOMENT * (trace * covariance + 2 * covariance @ covariance @ covariance)
+    solutions = (
+        nal_solution(HARD_EASY.landscape),
+        maml_solution(HARD_EASY.landscape, 0.9, 100, fourth_moments=fourth_moment),
+    )
+    nal, maml = risk_above_floor(HARD_EASY.landscape, torch.stack(solutions), 0.9, 100, fourth_moments=fourth_moment)
     for seed in range(2):
-        diagnosis = diagnose(ModifiedTasks(point_scale=spiked), alpha=0.9, tasks=200, seed=seed)
+        diagnosis = diagnose(ModifiedTasks(example_scale=spiked), alpha=0.9, tasks=200, seed=seed)
         assert diagnosis.ratio.low <= float(nal / maml) <= diagnosis.ratio.high < 1.1 < normal
         assert diagnosis.advice.adapts is False
-        assert [group.kurtosis for group in diagnosis.groups] == pytest.approx([SPIKED_FOURTH, SPIKED_FOURTH], rel=0.15)
+        assert [group.kurtosis for group in diagnosis.groups] == pytest.approx(2 * [SPIKED_FOURTH_MOMENT], rel=0.15)
         assert re.search(r"hard: .* fourth moments [789](\.\d)? times those of Gaussian inputs", str(diagnosis))
 
 
 def test_adapted_covariances_use_the_fourth_moments_of_the_inputs():
-    unsplit = ModifiedTasks(point_scale=spiked).sample(200, torch.Generator().manual_seed(0)).without_split()
+    unsplit = ModifiedTasks(example_scale=spiked).sample(200, torch.Generator().manual_seed(0)).without_split()
     moments = regression_moments(unsplit.support_x.double(), unsplit.support_y)
     estimate = LandscapeEstimate(moments, find_hard_tasks(moments), 100)
-    covariance = WORLD.landscape.distribution.covariance[1]
-    fourth = SPIKED_FOURTH * (covariance.square().sum() * covariance + 2 * covariance @ covariance @ covariance)
-    exact = adapted_covariance(covariance, 0.9, 100, fourth)
+    covariance = HARD_EASY.landscape.distribution.covariance[1]
+    gaussian_fourth_moment = covariance.square().sum() * covariance + 2 * covariance @ covariance @ covariance
+    fourth_moment = SPIKED_FOURTH_MOMENT * gaussian_fourth_moment
+    exact = adapted_covariance(covariance, 0.9, 100, fourth_moment)
     torch.testing.assert_close(estimate.adapted_covariances(0.9)[1], exact, rtol=0.15, atol=0.1)
     assert (adapted_covariance(covariance, 0.9, 100).diagonal() < 0.2 * exact.diagonal()).all()
 
 
-def test_the_kurtosis_of_normal_inputs_is_one(diagnosis):
+def test_the_kurtosis_of_gaussian_inputs_is_one(diagnosis):
     assert [group.kurtosis for group in diagnosis.groups] == pytest.approx([1, 1], rel=0.05)
 
 
-def test_fourth_moments_of_few_points_are_unbiased():
-    moments, hard = moments_of(WORLD, 4000, 3)
-    covariance = WORLD.landscape.distribution.covariance[1]
+def test_fourth_moments_of_few_examples_are_unbiased():
+    moments, is_hard = moments_of(HARD_EASY, 4000, 3)
+    covariance = HARD_EASY.landscape.distribution.covariance[1]
     expected = covariance.square().sum() * covariance + 2 * covariance @ covariance @ covariance
-    torch.testing.assert_close(moments.fourth[~hard].mean((0, 1)), expected, rtol=0.1, atol=0.3)
+    torch.testing.assert_close(moments.fourth_moment[~is_hard].mean((0, 1)), expected, rtol=0.1, atol=0.3)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_nothing_is_recommended_if_the_noise_has_no_variance(seed, monkeypatch):
+def test_nothing_is_recommended_if_the_variance_of_the_noise_is_infinite(seed, monkeypatch):
     monkeypatch.setattr(estimates, "BOOTSTRAP_SAMPLES", 10)
     diagnosis = diagnose(ModifiedTasks(noise=cauchy), alpha=0.9, tasks=60, seed=seed)
     assert (diagnosis.advice.adapts, diagnosis.advice.method) == (None, None)
@@ -609,43 +619,45 @@ def test_nothing_is_recommended_if_the_noise_has_no_variance(seed, monkeypatch):
 
 
 def test_heavy_tails_of_inputs_and_targets_are_distinguished():
-    def tails(environment, count: int = 60) -> set[str]:
+    def heavy_tailed(environment, count: int = 60) -> set[str]:
         unsplit = environment.sample(count, torch.Generator().manual_seed(0)).without_split()
         moments = regression_moments(unsplit.support_x.double(), unsplit.support_y)
-        return {name.split()[0] for name in LandscapeEstimate(moments, torch.arange(count) % 2 == 0, 100).heavy_tails()}
+        estimate = LandscapeEstimate(moments, torch.arange(count) % 2 == 0, 100)
+        return {name.split()[0] for name in estimate.heavy_tailed_variables()}
 
-    assert tails(ModifiedTasks()) == tails(ModifiedTasks(point_scale=spiked)) == set()
-    assert tails(ModifiedTasks(noise=cauchy)) == {"targets"}
-    assert tails(ModifiedTasks(point_scale=cauchy)) == {"inputs", "targets"}
-    assert tails(ModifiedTasks(task_scale=lambda u: 100.0 * (u < 1 / 20) + 1.0)) == {"inputs", "targets"}
-    assert tails(tasks(replace(ALIKE, dimension=1))) == set()
+    assert heavy_tailed(ModifiedTasks()) == heavy_tailed(ModifiedTasks(example_scale=spiked)) == set()
+    assert heavy_tailed(ModifiedTasks(noise=cauchy)) == {"targets"}
+    assert heavy_tailed(ModifiedTasks(example_scale=cauchy)) == {"inputs", "targets"}
+    assert heavy_tailed(ModifiedTasks(task_scale=lambda u: 100.0 * (u < 1 / 20) + 1.0)) == {"inputs", "targets"}
+    assert heavy_tailed(linear_tasks(replace(SAME_CENTER, dimension=1))) == set()
 
 
-def test_curvatures_of_few_points_are_not_too_large():
-    moments, hard = moments_of(replace(WORLD, dimension=10), 400, 8)
+def test_curvatures_of_few_examples_are_not_too_large():
+    moments, is_hard = moments_of(replace(HARD_EASY, dimension=10), 400, 8)
     curvatures = largest_curvatures(moments)
-    assert float(curvatures[~hard].mean()) == pytest.approx(WORLD.rho_easy, rel=0.1)
-    assert float(curvatures[hard].mean()) == pytest.approx(WORLD.rho_hard, rel=0.1)
-    assert torch.linalg.eigvalsh(moments.covariance)[~hard].amax(-1).mean() > 2 * WORLD.rho_easy
+    assert float(curvatures[~is_hard].mean()) == pytest.approx(HARD_EASY.rho_easy, rel=0.1)
+    assert float(curvatures[is_hard].mean()) == pytest.approx(HARD_EASY.rho_hard, rel=0.1)
+    assert torch.linalg.eigvalsh(moments.covariance)[~is_hard].amax(-1).mean() > 2 * HARD_EASY.rho_easy
 
 
 def test_a_step_that_diverges_on_single_tasks_is_reported(monkeypatch):
-    """A tenth of the tasks have inputs with eight times the variance, which hardly changes the mean covariance."""
+    """10 % of the tasks have inputs with eight times the variance, which hardly changes the mean covariance."""
     monkeypatch.setattr(estimates, "BOOTSTRAP_SAMPLES", 10)
     environment = ModifiedTasks(task_scale=lambda u: torch.where(u < 0.1, 8**0.5, 1.0))
     diagnosis = diagnose(environment, alpha=0.9, tasks=200)
-    steps = 0.9 * torch.tensor(diagnosis.curvatures)
-    assert diagnosis.diverging_share == float((steps >= 2).double().mean())
+    products = 0.9 * torch.tensor(diagnosis.curvatures)
+    assert diagnosis.diverging_share == float((products >= 2).double().mean())
     assert 0.02 < diagnosis.diverging_share < 0.09
-    assert 5 < steps.max() < 12
+    assert 5 < products.max() < 12
     assert f"the step diverges on {100 * diagnosis.diverging_share:.1f} % of the tasks" in str(diagnosis)
-    chosen = diagnose(environment, tasks=200)
-    assert chosen.diverging_share == 0
-    assert chosen.alpha * max(chosen.curvatures) == pytest.approx(1.9)
-    more = diagnose(ModifiedTasks(task_scale=lambda u: torch.where(u < 0.4, 8**0.5, 1.0)), alpha=0.6, tasks=200)
-    assert more.diverging_share > 0.05
-    assert more.advice.adapts is None
-    texts = (more.advice.problem, *more.advice.reasons)
+    with_default_step = diagnose(environment, tasks=200)
+    assert with_default_step.diverging_share == 0
+    assert with_default_step.alpha * max(with_default_step.curvatures) == pytest.approx(1.9)
+    environment = ModifiedTasks(task_scale=lambda u: torch.where(u < 0.4, 8**0.5, 1.0))
+    more_diverging = diagnose(environment, alpha=0.6, tasks=200)
+    assert more_diverging.diverging_share > 0.05
+    assert more_diverging.advice.adapts is None
+    texts = (more_diverging.advice.problem, *more_diverging.advice.reasons)
     assert any("diverges on" in text and "use alpha=" in text for text in texts)
 
 
@@ -658,7 +670,7 @@ def exact_estimate(*scales: float) -> LandscapeEstimate:
     return LandscapeEstimate(moments, torch.arange(count) < 5, 10)
 
 
-def test_the_default_step_is_the_inverse_of_the_largest_curvature_unless_a_task_is_much_steeper():
+def test_the_default_step_is_the_inverse_of_the_largest_curvature_unless_a_task_has_a_much_larger_one():
     assert exact_estimate(*5 * [0.1], *5 * [1.0]).default_step_size() == pytest.approx(1 / 2)
     assert exact_estimate(*5 * [3.0], *5 * [1.0]).default_step_size() == pytest.approx(1 / 6)
     assert exact_estimate(*5 * [0.1], *9 * [1.0], 1.5).default_step_size() == pytest.approx(1 / 2 / (10.5 / 10))
@@ -675,10 +687,10 @@ def test_intervals_of_few_tasks_are_expanded():
 
 
 def test_the_probability_of_hard_tasks_is_the_weight_of_the_first_part():
-    parts = tuple(tasks(Landscape((replace(group, probability=1.0),), 5)) for group in WORLD.landscape.groups)
+    parts = hard_and_easy_parts()
     assert _hard_probability(Mixture(parts, (3.0, 1.0))) == 0.75
     assert _hard_probability(parts[0]) == 0.5
-    groups = (replace(group, probability=share) for group, share in zip(WORLD.landscape.groups, (0.75, 0.25)))
+    groups = (replace(group, probability=share) for group, share in zip(HARD_EASY.landscape.groups, (0.75, 0.25)))
     landscape = Landscape(tuple(groups), 5)
     exact = [
         float(risk_above_floor(landscape, w, 0.9, 100))
@@ -687,12 +699,12 @@ def test_the_probability_of_hard_tasks_is_the_weight_of_the_first_part():
     diagnosis = diagnose(Mixture(parts, (3.0, 1.0)), groups="parts", alpha=0.9, tasks=200)
     assert diagnosis.nal == pytest.approx(exact[0], rel=0.1)
     assert diagnosis.maml == pytest.approx(exact[1], rel=0.1)
-    even = hard_easy_risks(WORLD, 0.9, 100)
-    assert even.maml != pytest.approx(exact[1], rel=0.2)
+    equal_weights = hard_easy_risks(HARD_EASY, 0.9, 100)
+    assert equal_weights.maml != pytest.approx(exact[1], rel=0.2)
 
 
-@pytest.mark.parametrize("best", RIDGES)
-def test_the_ridge_of_kernel_predictions_is_chosen_on_validation_tasks(best, monkeypatch):
+@pytest.mark.parametrize("best_ridge", RIDGES)
+def test_the_ridge_of_kernel_predictions_is_chosen_on_validation_tasks(best_ridge, monkeypatch):
     monkeypatch.setattr(advice, "TRAINING_EXAMPLES", 60)
     tested = []
 
@@ -701,7 +713,8 @@ def test_the_ridge_of_kernel_predictions_is_chosen_on_validation_tasks(best, mon
         if learner.outer_time == 0:
             return mb.Score.of(torch.tensor([2.0, 2.0]), "squared error")
         if seed == 1:
-            return mb.Score.of(torch.full((2,), 1.0 + (learner.ridge != pytest.approx(best * scale))), "squared error")
+            error = 1.0 + (learner.ridge != pytest.approx(best_ridge * scale))
+            return mb.Score.of(torch.full((2,), error), "squared error")
         assert seed == 2
         tested.append(learner)
         return mb.Score.of(torch.tensor([1.0, 1.0]), "squared error")
@@ -713,5 +726,5 @@ def test_the_ridge_of_kernel_predictions_is_chosen_on_validation_tasks(best, mon
     monkeypatch.setattr(evaluation, "evaluate", evaluate)
     predictions = predict_with_kernels(kernel, Quadratic(), seed=0)
     assert [learner.method for learner in tested] == ["mtl", "anil", "maml"]
-    assert [learner.ridge for learner in tested] == pytest.approx(3 * [best * scale])
+    assert [learner.ridge for learner in tested] == pytest.approx(3 * [best_ridge * scale])
     assert [prediction.gain for prediction in predictions] == [0, 1, 1, 1]

@@ -38,11 +38,10 @@ def pixels(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values[..., 0], values[..., 1]
 
 
-def test_no_image_is_twice_in_a_task(data):
+def test_no_image_occurs_twice_in_a_task(data):
     tasks = data.tasks("train", ways=4, shots=2, queries=3).sample(300, seeded())
-    _, index = pixels(tasks.without_split().support_x)
-    index = index.sort(dim=1).values
-    assert (index.diff(dim=1) > 0).all()
+    _, image_indices = pixels(tasks.without_split().support_x)
+    assert (image_indices.sort(dim=1).values.diff(dim=1) > 0).all()
 
 
 @pytest.mark.parametrize("superclass", ["any", "same", "different"])
@@ -73,18 +72,18 @@ def test_every_class_is_equally_likely_at_every_way(data):
     tasks = data.tasks("train", ways=4, shots=1, queries=1).sample(20_000, seeded())
     assert tasks.classes is not None
     for way in range(4):
-        shares = torch.bincount(tasks.classes[:, way], minlength=10) / 20_000
-        assert (shares - 0.1).abs().max() < 5 * (0.1 * 0.9 / 20_000) ** 0.5
+        frequencies = torch.bincount(tasks.classes[:, way], minlength=10) / 20_000
+        assert (frequencies - 0.1).abs().max() < 5 * (0.1 * 0.9 / 20_000) ** 0.5
 
 
 def test_every_image_of_a_class_is_equally_likely(data):
     tasks = data.tasks("train", ways=1, shots=1, queries=4).sample(20_000, seeded())
-    _, index = pixels(tasks.support_x)
-    shares = torch.bincount(index.flatten(), minlength=len(data.labels)) / 20_000
+    _, image_indices = pixels(tasks.support_x)
+    frequencies = torch.bincount(image_indices.flatten(), minlength=len(data.labels)) / 20_000
     expected = torch.tensor([0.1 / COUNTS[label] if label in SPLITS["train"] else 0.0 for label in data.labels])
-    assert (shares - expected).abs().max() < 5 * (0.02 / 20_000) ** 0.5
-    assert (shares[expected == 0] == 0).all()
-    assert (shares[expected > 0] > 0).all()
+    assert (frequencies - expected).abs().max() < 5 * (0.02 / 20_000) ** 0.5
+    assert (frequencies[expected == 0] == 0).all()
+    assert (frequencies[expected > 0] > 0).all()
 
 
 def test_same_superclass_tasks_use_the_superclasses_with_enough_classes(data):
@@ -93,8 +92,8 @@ def test_same_superclass_tasks_use_the_superclasses_with_enough_classes(data):
     superclasses = data.superclasses[data.splits["train"]][tasks.classes]
     assert (superclasses == superclasses[:, :1]).all()
     # In train, superclasses 0 and 1 have 3 and 4 classes; 2 and 3 have fewer than 3.
-    shares = torch.bincount(superclasses[:, 0], minlength=4) / 4000
-    assert shares.tolist() == pytest.approx([0.5, 0.5, 0, 0], abs=0.04)
+    frequencies = torch.bincount(superclasses[:, 0], minlength=4) / 4000
+    assert frequencies.tolist() == pytest.approx([0.5, 0.5, 0, 0], abs=0.04)
 
 
 def test_different_superclass_tasks_never_repeat_a_superclass(data):
@@ -105,20 +104,20 @@ def test_different_superclass_tasks_never_repeat_a_superclass(data):
     assert len(tasks.classes.unique()) == 10
 
 
-def test_the_same_seed_gives_the_same_tasks_and_another_seed_others(data):
+def test_the_same_seed_gives_the_same_tasks_and_another_seed_gives_different_tasks(data):
     environment: Environment = data.tasks("train", ways=3, shots=1, queries=2)
-    first, again, other = (environment.sample(30, seeded(seed)) for seed in (1, 1, 2))
-    assert all(torch.equal(one, two) for one, two in zip(first.tensors(), again.tensors()))
-    assert not torch.equal(first.support_x, other.support_x)
+    first, same_seed, other_seed = (environment.sample(30, seeded(seed)) for seed in (1, 1, 2))
+    assert all(torch.equal(one, two) for one, two in zip(first.tensors(), same_seed.tensors()))
+    assert not torch.equal(first.support_x, other_seed.support_x)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_seed_gives_the_same_tasks_on_every_device(data):
     settings = {"ways": 3, "shots": 1, "queries": 2}
-    on_cpu = data.tasks("train", **settings).sample(30, seeded())
-    on_gpu = data.to("cuda").tasks("train", **settings).sample(30, seeded())
-    assert on_gpu.device.type == "cuda"
-    assert all(torch.allclose(one, two.cpu()) for one, two in zip(on_cpu.tensors(), on_gpu.tensors()))
+    cpu_tasks = data.tasks("train", **settings).sample(30, seeded())
+    gpu_tasks = data.to("cuda").tasks("train", **settings).sample(30, seeded())
+    assert gpu_tasks.device.type == "cuda"
+    assert all(torch.allclose(one, two.cpu()) for one, two in zip(cpu_tasks.tensors(), gpu_tasks.tensors()))
 
 
 def test_moving_the_images_keeps_labels_and_splits_on_the_cpu(data):
@@ -129,8 +128,8 @@ def test_moving_the_images_keeps_labels_and_splits_on_the_cpu(data):
 
 
 def test_images_are_floats_from_zero_to_one(data):
-    bright = replace(data, images=torch.full_like(data.images, 255))
-    x = bright.tasks("train", shots=1, queries=2).sample(1, seeded()).support_x
+    white = replace(data, images=torch.full_like(data.images, 255))
+    x = white.tasks("train", shots=1, queries=2).sample(1, seeded()).support_x
     assert x.dtype == torch.float32
     assert (x == 1).all()
 
@@ -159,8 +158,8 @@ def test_images_are_floats_from_zero_to_one(data):
         (
             {"shots": 5, "queries": 1},
             "class 'class11' has 5 images, but 5 shots + 1 query need 6. "
-            "Use fewer shots, or omit classes with fewer than 6 images (min_images=6, on the command "
-            "line --min-images 6).",
+            "Use shots=1 and queries=4 or fewer, or omit classes with fewer than 6 images (min_images=6, on the "
+            "command line --min-images 6).",
         ),
     ],
 )
@@ -171,14 +170,14 @@ def test_impossible_tasks_are_rejected(data, settings, sentence):
     assert str(caught.value) == sentence
 
 
-def test_a_single_class_allows_no_tasks(data):
-    single = replace(data, splits={"train": data.splits["train"][:1]})
+def test_tasks_of_a_split_with_a_single_class_raise_an_error(data):
+    single_class = replace(data, splits={"train": data.splits["train"][:1]})
     with pytest.raises(InputError, match=r"ways is 2, but split 'train' has 1 class\. Add classes\."):
-        single.tasks("train", ways=2, shots=1, queries=1)
+        single_class.tasks("train", ways=2, shots=1, queries=1)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "sentence"),
+    ("fields", "sentence"),
     [
         ({"images": torch.zeros(3, 1, 2, 2)}, "images is float32 of shape (3, 1, 2, 2), but must be uint8"),
         ({"labels": torch.zeros(3, dtype=torch.int64)}, "labels is int64 of shape (3,), but must be int64 of shape ("),
@@ -192,20 +191,20 @@ def test_a_single_class_allows_no_tasks(data):
         ),
     ],
 )
-def test_inconsistent_fields_are_rejected(data, wrong, sentence):
+def test_inconsistent_fields_are_rejected(data, fields, sentence):
     with pytest.raises(InputError) as caught:
-        replace(data, **wrong)
+        replace(data, **fields)
     assert str(caught.value).startswith(sentence)
 
 
 def test_batches_sample_the_images_of_the_split_uniformly(data):
     batches = data.batches("train", size=50)
     episodes = batches.sample(400, seeded())
-    classes, index = pixels(episodes.support_x)
+    classes, image_indices = pixels(episodes.support_x)
     assert torch.equal(classes, torch.tensor(SPLITS["train"])[episodes.support_y])
     assert torch.equal(episodes.classes, torch.arange(10).expand(400, 10))
     assert not episodes.is_split
-    counts = torch.bincount(index.flatten(), minlength=len(data.labels))
+    counts = torch.bincount(image_indices.flatten(), minlength=len(data.labels))
     in_split = torch.isin(data.labels, torch.tensor(SPLITS["train"]))
     assert (counts[~in_split] == 0).all()
     expected = 400 * 50 / int(in_split.sum())
@@ -227,7 +226,7 @@ def test_impossible_batches_are_rejected(data, settings, sentence):
 
 
 @pytest.fixture
-def square() -> LabeledImages:
+def square_images() -> LabeledImages:
     """Return images of 3 × 3 pixels without symmetry, of five classes in mixed order; one class is in no split."""
     labels = torch.tensor([2, 0, 1, 1, 3, 0, 2, 4, 3, 4])
     images = torch.randint(256, (10, 2, 3, 3), generator=seeded()).to(torch.uint8)
@@ -242,50 +241,52 @@ def square() -> LabeledImages:
 
 
 @pytest.mark.parametrize("splits", [("train",), ("train", "test"), None])
-def test_rotations_add_three_classes_for_each_class_of_the_splits(square, splits):
-    rotated = square.with_rotations(splits)
-    rotated_splits = set(square.splits if splits is None else splits)
-    for split, members in square.splits.items():
-        old = {square.class_names[member] for member in members.tolist()}
+def test_rotations_add_three_classes_for_each_class_of_the_splits(square_images, splits):
+    rotated = square_images.with_rotations(splits)
+    rotated_splits = set(square_images.splits if splits is None else splits)
+    for split, members in square_images.splits.items():
+        old = {square_images.class_names[member] for member in members.tolist()}
         new = {rotated.class_names[member] for member in rotated.splits[split].tolist()}
         angles = ("/turned90", "/turned180", "/turned270") if split in rotated_splits else ()
         assert new == old | {name + angle for name in old for angle in angles}
-    assert rotated.class_names[:5] == square.class_names
-    assert torch.equal(rotated.images[:10], square.images)
-    assert torch.equal(rotated.labels[:10], square.labels)
+    assert rotated.class_names[:5] == square_images.class_names
+    assert torch.equal(rotated.images[:10], square_images.images)
+    assert torch.equal(rotated.labels[:10], square_images.labels)
     for row in range(10, len(rotated.images)):
         name, _, angle = rotated.class_names[rotated.labels[row]].partition("/turned")
-        sources = square.images[square.labels == square.class_names.index(name)].numpy()
-        matches = [np.array_equal(rotated.images[row], np.rot90(s, int(angle) // 90, (1, 2))) for s in sources]
-        assert sum(matches) == 1
+        sources = square_images.images[square_images.labels == square_images.class_names.index(name)].numpy()
+        candidates = [np.rot90(source, int(angle) // 90, (1, 2)) for source in sources]
+        assert sum(np.array_equal(rotated.images[row], candidate) for candidate in candidates) == 1
     for label, name in enumerate(rotated.class_names):
-        assert rotated.superclasses[label] == square.superclasses[square.class_names.index(name.partition("/")[0])]
+        original_class = square_images.class_names.index(name.partition("/")[0])
+        assert rotated.superclasses[label] == square_images.superclasses[original_class]
     counts = rotated.labels.bincount(minlength=len(rotated.class_names))
     assert (counts == 2).all()
 
 
-def test_unknown_splits_and_images_that_are_not_square_are_not_rotated(square, data):
+def test_rotating_unknown_splits_or_images_that_are_not_square_raises_an_error(square_images, data):
     with pytest.raises(
         InputError, match="splits is 'trian', but the splits of these images are 'train', 'validation', 'test'"
     ):
-        square.with_rotations(("trian",))
+        square_images.with_rotations(("trian",))
     with pytest.raises(InputError, match="images are 1×2 pixels, but only square images can be rotated by 90"):
         data.with_rotations()
 
 
-def test_sampled_indices_give_the_sampled_tasks(data):
+def test_episodes_from_sampled_indices_equal_the_sampled_episodes(data):
     environment = data.tasks("train", ways=3, shots=2, queries=2)
-    table = data.images.float() / 255
+    images = data.images.float() / 255
     indices = environment.sample_indices(20, seeded())
-    episodes, expected = indices.to_episodes(lambda rows: table[rows]), environment.sample(20, seeded())
+    episodes = indices.to_episodes(lambda image_indices: images[image_indices])
+    expected = environment.sample(20, seeded())
     assert len(episodes.tensors()) == 5
     assert all(torch.equal(one, two) for one, two in zip(episodes.tensors(), expected.tensors()))
     features = torch.randn(len(data.labels), 7, generator=seeded())
-    mapped = indices.to_episodes(lambda rows: features[rows])
-    assert torch.equal(mapped.query_x, features[pixels(expected.query_x)[1]])
+    with_features = indices.to_episodes(lambda image_indices: features[image_indices])
+    assert torch.equal(with_features.query_x, features[pixels(expected.query_x)[1]])
 
 
-def test_image_indices_are_those_of_the_split(data):
+def test_image_indices_are_those_of_the_images_in_the_split(data):
     rows = data.tasks("test", ways=2, shots=1, queries=1).image_indices
     expected = torch.isin(data.labels, torch.tensor(SPLITS["test"])).nonzero().squeeze(1)
     assert torch.equal(rows.sort().values, expected)

@@ -9,21 +9,21 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def test_indexed_tasks_have_the_images_of_the_tasks(glyphs):
-    tasks = glyphs.tasks("test", shots=2, queries=3)
-    sampled, indexed = tasks.sample(4, seeded()), IndexedTasks(tasks).sample(4, seeded())
-    assert torch.equal(glyphs.float_images(indexed.support_x[..., 0].long()), sampled.support_x)
-    assert torch.equal(glyphs.float_images(indexed.query_x[..., 0].long()), sampled.query_x)
-    assert torch.equal(indexed.query_y, sampled.query_y)
+def test_indexed_tasks_have_the_indices_of_the_images_of_the_tasks(glyphs):
+    environment = glyphs.tasks("test", shots=2, queries=3)
+    with_images, indexed = environment.sample(4, seeded()), IndexedTasks(environment).sample(4, seeded())
+    assert torch.equal(glyphs.float_images(indexed.support_x[..., 0].long()), with_images.support_x)
+    assert torch.equal(glyphs.float_images(indexed.query_x[..., 0].long()), with_images.query_x)
+    assert torch.equal(indexed.query_y, with_images.query_y)
 
 
-def test_with_an_order_labels_are_ranks_of_the_support_values(glyphs):
-    order = torch.randn(len(glyphs.images), generator=seeded())
-    ordered = IndexedTasks(glyphs.tasks("test", shots=2, queries=1), order).sample(8, seeded(1))
-    means = order[ordered.support_x[..., 0].long()].unflatten(1, (5, 2)).mean(-1)
+def test_with_sort_keys_labels_are_ranks_of_the_mean_keys_of_the_support_images(glyphs):
+    sort_keys = torch.randn(len(glyphs.images), generator=seeded())
+    tasks = IndexedTasks(glyphs.tasks("test", shots=2, queries=1), sort_keys).sample(8, seeded(1))
+    means = sort_keys[tasks.support_x[..., 0].long()].unflatten(1, (5, 2)).mean(-1)
     assert (means.diff(dim=1) > 0).all()
-    labels = glyphs.labels[ordered.support_x[..., 0].long()].unflatten(1, (5, 2))
-    queries = glyphs.labels[ordered.query_x[..., 0].long()]
-    assert torch.equal(labels[..., 0], queries)
-    assert torch.equal(labels[..., 0], labels[..., 1])
-    assert torch.equal(labels[..., 0], glyphs.splits["test"][ordered.classes])
+    support_classes = glyphs.labels[tasks.support_x[..., 0].long()].unflatten(1, (5, 2))
+    query_classes = glyphs.labels[tasks.query_x[..., 0].long()]
+    assert torch.equal(support_classes[..., 0], query_classes)
+    assert torch.equal(support_classes[..., 0], support_classes[..., 1])
+    assert torch.equal(support_classes[..., 0], glyphs.splits["test"][tasks.classes])

@@ -12,8 +12,8 @@ from metabridge.errors import InputError
 from metabridge.learners import PRESETS, meta_gradient, method, parameters, predict
 from metabridge.models import mlp
 
-WORLD = HardEasy(rho_hard=0.2, rho_easy=1.0, R=2.0, r_hard=0.5, r_easy=0.1, dimension=3)
-ENVIRONMENTS = [LinearTasks(WORLD.landscape, 6, 4), LogisticTasks(WORLD.landscape, 6, 4)]
+HARD_EASY = HardEasy(rho_hard=0.2, rho_easy=1.0, R=2.0, r_hard=0.5, r_easy=0.1, dimension=3)
+ENVIRONMENTS = [LinearTasks(HARD_EASY.landscape, 6, 4), LogisticTasks(HARD_EASY.landscape, 6, 4)]
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -39,15 +39,15 @@ def solutions_of(episodes):
     return torch.linalg.lstsq(points.support_x.double(), points.support_y.double()).solution.squeeze(-1)
 
 
-def within_error(measured: torch.Tensor, expected: torch.Tensor, error: torch.Tensor) -> bool:
+def within_error(measured: torch.Tensor, expected: torch.Tensor, standard_error: torch.Tensor) -> bool:
     """Return whether all entries differ by at most 4.5 standard errors."""
-    return bool(((measured - expected).abs() <= 4.5 * error).all())
+    return bool(((measured - expected).abs() <= 4.5 * standard_error).all())
 
 
 def check_covariance(points: torch.Tensor, expected: torch.Tensor) -> None:
     """Check the covariance of normal points (n, d); entry (i, j) has standard error √((Σ_ii Σ_jj + Σ_ij²)/n)."""
-    error = ((torch.outer(expected.diagonal(), expected.diagonal()) + expected**2) / len(points)).sqrt()
-    assert within_error(points.T @ points / len(points), expected, error)
+    standard_error = ((torch.outer(expected.diagonal(), expected.diagonal()) + expected**2) / len(points)).sqrt()
+    assert within_error(points.T @ points / len(points), expected, standard_error)
 
 
 def test_inputs_and_solutions_have_the_distribution_of_their_group():
@@ -63,8 +63,8 @@ def test_inputs_and_solutions_have_the_distribution_of_their_group():
 
 
 def test_groups_are_sampled_with_their_probabilities():
-    share = (LinearTasks(random_landscape(), 1, 1).sample(10000, seeded()).classes == 0).double().mean()
-    assert abs(float(share) - 0.3) < 4.5 * math.sqrt(0.3 * 0.7 / 10000)
+    frequency = (LinearTasks(random_landscape(), 1, 1).sample(10000, seeded()).classes == 0).double().mean()
+    assert abs(float(frequency) - 0.3) < 4.5 * math.sqrt(0.3 * 0.7 / 10000)
 
 
 def test_target_noise_has_the_variance_of_the_group():
@@ -76,7 +76,7 @@ def test_target_noise_has_the_variance_of_the_group():
         assert abs(float(variances.mean()) - variance) < 4.5 * float(variances.std()) / math.sqrt(len(variances))
 
 
-def test_support_and_query_of_a_task_have_one_solution():
+def test_support_and_query_set_of_a_task_have_the_same_solution():
     episodes = LinearTasks(random_landscape(), 6, 4).sample(50, seeded())
     torch.testing.assert_close(
         episodes.query_x.double() @ solutions_of(episodes)[..., None], episodes.query_y.double(), atol=1e-5, rtol=1e-4
@@ -84,13 +84,13 @@ def test_support_and_query_of_a_task_have_one_solution():
 
 
 def test_hard_and_easy_tasks_are_groups_of_scaled_identities():
-    distribution, identity = WORLD.landscape.distribution, torch.eye(3, dtype=torch.float64)
+    distribution, identity = HARD_EASY.landscape.distribution, torch.eye(3, dtype=torch.float64)
     torch.testing.assert_close(distribution.covariance, torch.stack([0.2 * identity, identity]))
     torch.testing.assert_close(distribution.center, torch.tensor([[2.0] * 3, [0.0] * 3], dtype=torch.float64))
     torch.testing.assert_close(distribution.spread, torch.stack([0.5 * identity, 0.1 * identity]))
 
 
-def test_sampled_landscapes_have_fixed_tasks_with_several_episodes():
+def test_finite_landscapes_have_fixed_tasks_with_several_episodes():
     finite = random_landscape().sample_finite(5, seeded())
     torch.testing.assert_close(finite.distribution.probability, torch.full((5,), 0.2, dtype=torch.float64))
     for seed in (1, 2):
@@ -112,26 +112,25 @@ def test_labels_are_one_with_the_logistic_probability():
     probability = (episodes.support_x @ torch.tensor([1.0, -2.0, 0.5])).sigmoid()
     for low in torch.arange(0, 1, 0.2):
         in_bin = (probability >= low) & (probability < low + 0.2)
-        gap = (episodes.support_y[in_bin] - probability[in_bin]).double()
-        assert abs(float(gap.mean())) < 4.5 * float((probability * (1 - probability))[in_bin].sum().sqrt()) / int(
-            in_bin.sum()
-        )
+        differences = (episodes.support_y[in_bin] - probability[in_bin]).double()
+        standard_error = float((probability * (1 - probability))[in_bin].sum().sqrt()) / int(in_bin.sum())
+        assert abs(float(differences.mean())) < 4.5 * standard_error
 
 
-@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda each: type(each).__name__)
-def test_the_same_seed_gives_the_same_tasks_and_another_seed_others(environment: Environment):
-    first, again, other = (environment.sample(8, seeded(seed)) for seed in (1, 1, 2))
-    for one, two, three in zip(first.tensors(), again.tensors(), other.tensors()):
-        assert torch.equal(one, two)
-        assert not torch.equal(one, three)
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: type(environment).__name__)
+def test_the_same_seed_gives_the_same_tasks_and_another_seed_gives_different_tasks(environment: Environment):
+    first, same_seed, other_seed = (environment.sample(8, seeded(seed)) for seed in (1, 1, 2))
+    for tensor, same, different in zip(first.tensors(), same_seed.tensors(), other_seed.tensors()):
+        assert torch.equal(tensor, same)
+        assert not torch.equal(tensor, different)
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_method_learns_and_predicts_logistic_tasks(name):
     environment = ENVIRONMENTS[1]
     learner = method(name)
-    body = {"activation": "linear", "bias": False} if name == "burer-monteiro" else {}
-    net = mlp(3, environment.outputs, width=4, depth=1, **body)
+    options = {"activation": "linear", "bias": False} if name == "burer-monteiro" else {}
+    net = mlp(3, environment.outputs, width=4, depth=1, **options)
     params = parameters(learner, net, classes=environment.classes)
     episodes = environment.sample(4, seeded())
     result = meta_gradient(learner, net, params, episodes)
@@ -140,7 +139,7 @@ def test_every_method_learns_and_predicts_logistic_tasks(name):
 
 
 @pytest.mark.parametrize("name", ["maml", "fo-maml", "anil", "reptile", "imaml", "r2d2", "nal", "burer-monteiro"])
-def test_every_method_of_regression_learns_and_predicts_linear_tasks(name):
+def test_every_regression_method_learns_and_predicts_linear_tasks(name):
     environment = ENVIRONMENTS[0]
     learner, net = method(name), mlp(3, environment.outputs, width=4, depth=1, activation="linear", bias=False)
     params = parameters(learner, net, classes=environment.classes)
@@ -150,7 +149,7 @@ def test_every_method_of_regression_learns_and_predicts_linear_tasks(name):
 
 
 SINGULAR = torch.tensor([[1.0, 1.0], [1.0, 1.0]])
-SKEWED = torch.tensor([[1.0, 0.5], [0.0, 1.0]])
+ASYMMETRIC = torch.tensor([[1.0, 0.5], [0.0, 1.0]])
 
 
 @pytest.mark.parametrize(
@@ -162,25 +161,25 @@ SKEWED = torch.tensor([[1.0, 0.5], [0.0, 1.0]])
         (lambda: Landscape((TaskGroup(1.0, probability=1.5),), 2), "probability of group 0 is 1.5, but must be"),
         (lambda: Landscape((TaskGroup(SINGULAR),), 2), "covariance of group 0 has the eigenvalue"),
         (lambda: Landscape((TaskGroup(0.0),), 2), "covariance of group 0 has the eigenvalue 0"),
-        (lambda: Landscape((TaskGroup(SKEWED),), 2), "covariance of group 0 is not symmetric: it differs"),
+        (lambda: Landscape((TaskGroup(ASYMMETRIC),), 2), "covariance of group 0 is not symmetric: it differs"),
         (lambda: Landscape((TaskGroup(torch.eye(3)),), 2), "covariance of group 0 is float32 of shape (3, 3), but"),
         (lambda: Landscape((TaskGroup(math.nan),), 2), "covariance of group 0 has infinite or NaN values"),
         (lambda: Landscape((TaskGroup(1.0, torch.ones(3)),), 2), "center of group 0 is float32 of shape (3,), but"),
-        (lambda: Landscape((TaskGroup(1.0, 0.0, SKEWED),), 2), "spread of group 0 is not symmetric"),
+        (lambda: Landscape((TaskGroup(1.0, 0.0, ASYMMETRIC),), 2), "spread of group 0 is not symmetric"),
         (lambda: Landscape((TaskGroup(1.0, 0.0, -1.0),), 2), "spread of group 0 has the eigenvalue -1, but"),
         (lambda: Landscape((TaskGroup(1.0, noise=-0.1),), 2), "noise of group 0 is -0.1, but must be a finite number"),
         (lambda: HardEasy(0.0, 1.0), "rho_hard is 0.0, but must be a positive number"),
         (lambda: HardEasy(0.1, 1.0, R=math.inf), "R is inf, but must be a finite number"),
         (lambda: HardEasy(0.1, 1.0, r_easy=-1.0), "r_easy is -1.0, but must be a finite number"),
-        (lambda: LinearTasks(WORLD.landscape, 0), "shots is 0, but must be"),
-        (lambda: LogisticTasks(WORLD.landscape, 1, 0), "queries is 0, but must be"),
+        (lambda: LinearTasks(HARD_EASY.landscape, 0), "shots is 0, but must be"),
+        (lambda: LogisticTasks(HARD_EASY.landscape, 1, 0), "queries is 0, but must be"),
         (
-            lambda: LogisticTasks(replace(WORLD, noise=0.1).landscape),
+            lambda: LogisticTasks(replace(HARD_EASY, noise=0.1).landscape),
             "noise is 0.1, but must be 0, because the labels of LogisticTasks",
         ),
         (lambda: ENVIRONMENTS[0].sample(0, seeded()), "tasks is 0, but must be"),
         (lambda: ENVIRONMENTS[0].sample_every_group(0, seeded()), "episodes is 0, but must be"),
-        (lambda: WORLD.landscape.sample_finite(0, seeded()), "tasks is 0, but must be"),
+        (lambda: HARD_EASY.landscape.sample_finite(0, seeded()), "tasks is 0, but must be"),
     ],
 )
 def test_invalid_arguments_are_rejected(make, sentence):
@@ -197,7 +196,7 @@ def test_repr_shows_the_shape_of_tensors_and_not_their_values():
     assert repr(LinearTasks(landscape)) == f"LinearTasks(landscape={landscape!r}, shots=10, queries=10)"
 
 
-def test_random_covariances_have_eigenvalues_of_mean_1_with_the_given_deviation():
+def test_eigenvalues_of_random_covariances_have_mean_1_and_the_given_standard_deviation_of_their_logarithms():
     eigenvalues = torch.linalg.eigvalsh(random_covariance(400, 0.3, seeded()))
     assert float(eigenvalues.mean()) == pytest.approx(1)
     assert float(eigenvalues.log().std()) == pytest.approx(0.3, rel=0.1)

@@ -21,7 +21,7 @@ def fit_sinusoid(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.
     return coefficients.norm(dim=1)[:, 0], torch.atan2(coefficients[:, 1], coefficients[:, 0])[:, 0], error
 
 
-def test_support_and_query_of_a_task_are_on_the_same_sinusoid():
+def test_support_and_query_examples_of_a_task_are_on_the_same_sinusoid():
     tasks = Sinusoid().sample(50, seeded()).without_split()
     *_, error = fit_sinusoid(tasks.support_x, tasks.support_y)
     assert error < 1e-4
@@ -45,40 +45,40 @@ def test_quadratic_inputs_have_norm_root_d():
 
 
 def test_quadratic_targets_have_the_scaled_chi_squared_distribution():
-    """y = ν‖x − μ‖² with x − μ ~ N(0, ν²I) is ν³ times a χ² of d degrees."""
+    """y = ν‖x − μ‖² with x − μ ~ N(0, ν²I) is ν³ times a χ² variable with d degrees of freedom."""
     y = Quadratic(shots=50, queries=50).sample(4000, seeded()).without_split().support_y.double().squeeze(-1)
-    cubes = y.mean(dim=1) / 10
+    cubed_scales = y.mean(dim=1) / 10
     low, high = 1.3, 1.6
-    expected = (high**4 - low**4) / (4 * (high - low))
-    assert cubes.mean().item() == pytest.approx(expected, rel=0.01)
-    # Within a task Var y = 2d ν⁶ and E y = dν³, so the ratio of variance to squared mean is 2/d.
+    expected = (high**4 - low**4) / (4 * (high - low))  # E[ν³]
+    assert cubed_scales.mean().item() == pytest.approx(expected, rel=0.01)
+    # Within a task, Var[y] = 2dν⁶ and E[y] = dν³, so the ratio of the variance to the squared mean is 2/d.
     assert (y.var(dim=1) / y.mean(dim=1) ** 2).mean().item() == pytest.approx(0.2, rel=0.03)
-    widths = cubes.pow(1 / 3)
-    assert low < widths.quantile(0.05) < low + 0.06
-    assert high - 0.06 < widths.quantile(0.95) < high
+    scales = cubed_scales.pow(1 / 3)
+    assert low < scales.quantile(0.05) < low + 0.06
+    assert high - 0.06 < scales.quantile(0.95) < high
 
 
 def test_quadratic_targets_are_computed_before_inputs_are_normalized():
-    """Compute the same tasks here, and compare targets and inputs."""
+    """Compute the same tasks from the definition, and compare targets and inputs."""
     generator = seeded(3)
     center = torch.randn(6, 1, 10, generator=generator)
-    width = torch.empty(6, 1, 1).uniform_(1.3, 1.6, generator=generator)
-    x = center + width * torch.randn(6, 15, 10, generator=generator)
+    scale = torch.empty(6, 1, 1).uniform_(1.3, 1.6, generator=generator)
+    x = center + scale * torch.randn(6, 15, 10, generator=generator)
     tasks = Quadratic().sample(6, seeded(3)).without_split()
-    torch.testing.assert_close(tasks.support_y, width * (x - center).square().sum(-1, keepdim=True))
+    torch.testing.assert_close(tasks.support_y, scale * (x - center).square().sum(-1, keepdim=True))
     torch.testing.assert_close(tasks.support_x, math.sqrt(10) * x / x.norm(dim=-1, keepdim=True))
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=repr)
-def test_the_same_seed_gives_the_same_tasks_and_another_seed_others(environment: Environment):
-    first, again, other = (environment.sample(3, seeded(seed)) for seed in (1, 1, 2))
-    for one, two, three in zip(first.tensors(), again.tensors(), other.tensors()):
-        assert torch.equal(one, two)
-        assert not torch.equal(one, three)
+def test_the_same_seed_gives_the_same_tasks_and_another_seed_gives_different_tasks(environment: Environment):
+    first, same_seed, other_seed = (environment.sample(3, seeded(seed)) for seed in (1, 1, 2))
+    for tensor, same, different in zip(first.tensors(), same_seed.tensors(), other_seed.tensors()):
+        assert torch.equal(tensor, same)
+        assert not torch.equal(tensor, different)
 
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=repr)
-def test_tasks_are_regressions_with_one_output_and_no_persistent_classes(environment: Environment):
+def test_tasks_are_regression_tasks_with_one_output_and_without_classes(environment: Environment):
     tasks = environment.sample(4, seeded())
     assert not tasks.is_classification
     assert tasks.query_y.shape == (4, 10, 1)

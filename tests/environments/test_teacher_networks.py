@@ -21,7 +21,7 @@ def seeded(seed: int = 0) -> torch.Generator:
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_network_with_the_neurons_of_the_teacher_has_zero_error(activation):
-    """The network is built with metabridge.models, so this also checks that both use the same activations."""
+    """The network is built by `mlp`, so this also checks that networks and teachers have the same activations."""
     tasks = TeacherTasks(FixedNeurons(NEURONS[:1]), activation, covariance=0.5).sample(3, seeded()).without_split()
     net = mlp(2, 1, width=2, depth=1, activation=activation, bias=False).double()
     with torch.no_grad():
@@ -30,7 +30,7 @@ def test_a_network_with_the_neurons_of_the_teacher_has_zero_error(activation):
     torch.testing.assert_close(net(tasks.support_x.flatten(0, 1)), tasks.support_y.flatten(0, 1))
 
 
-def test_fixed_teachers_are_equally_frequent():
+def test_fixed_teachers_are_sampled_with_equal_probability():
     tasks = TeacherTasks(FixedNeurons(NEURONS), "tanh").sample(2000, seeded()).without_split()
     outputs = torch.stack([teacher_output("tanh", teacher, tasks.support_x) for teacher in NEURONS])
     matches = (outputs - tasks.support_y).abs().amax((-2, -1)) < 1e-12
@@ -39,14 +39,14 @@ def test_fixed_teachers_are_equally_frequent():
 
 
 def test_inputs_and_noise_have_the_given_variances():
-    quiet, noisy = (TeacherTasks(FixedNeurons(NEURONS[:1]), covariance=0.5, noise=noise) for noise in (0.0, 0.09))
+    noise_free, noisy = (TeacherTasks(FixedNeurons(NEURONS[:1]), covariance=0.5, noise=noise) for noise in (0.0, 0.09))
     tasks = noisy.sample(4000, seeded())
     inputs = tasks.support_x.flatten(0, 1)
     torch.testing.assert_close(inputs.T.cov(), 0.5 * torch.eye(2, dtype=torch.float64), atol=0.02, rtol=0)
     noise = tasks.support_y - teacher_output("softplus", NEURONS[0], tasks.support_x)
     assert noise.var().item() == pytest.approx(0.09, rel=0.03)
     assert abs(noise.mean()) < 0.01
-    assert torch.equal(quiet.sample(5, seeded()).support_x, noisy.sample(5, seeded()).support_x)
+    assert torch.equal(noise_free.sample(5, seeded()).support_x, noisy.sample(5, seeded()).support_x)
 
 
 def test_gaussian_neurons_have_the_given_mean_and_variance():
@@ -57,15 +57,15 @@ def test_gaussian_neurons_have_the_given_mean_and_variance():
 
 
 @pytest.mark.parametrize("neurons", [FixedNeurons(NEURONS), GaussianNeurons(2)], ids=["fixed", "gaussian"])
-def test_the_same_seed_gives_the_same_tasks_and_another_seed_others(neurons):
-    first, again, other = (TeacherTasks(neurons, noise=0.1).sample(3, seeded(seed)) for seed in (1, 1, 2))
-    for one, two, three in zip(first.tensors(), again.tensors(), other.tensors()):
-        assert torch.equal(one, two)
-        assert not torch.equal(one, three)
+def test_the_same_seed_gives_the_same_tasks_and_another_seed_gives_different_tasks(neurons):
+    first, same_seed, other_seed = (TeacherTasks(neurons, noise=0.1).sample(3, seeded(seed)) for seed in (1, 1, 2))
+    for tensor, same, different in zip(first.tensors(), same_seed.tensors(), other_seed.tensors()):
+        assert torch.equal(tensor, same)
+        assert not torch.equal(tensor, different)
 
 
 @pytest.mark.parametrize("name", ["maml", "fo-maml", "anil", "reptile", "imaml", "minibatch-prox", "r2d2", "nal"])
-def test_every_regression_method_trains_on_hard_and_easy_teachers(name):
+def test_every_regression_method_has_gradients_on_hard_and_easy_teachers(name):
     easy, hard = TeacherTasks(GaussianNeurons(2)), TeacherTasks(GaussianNeurons(2, mean=2.0), covariance=0.5)
     environment = Mixture((easy, hard), (0.5, 0.5))
     learner, net = method(name), mlp(2, environment.outputs, width=8)
@@ -75,7 +75,7 @@ def test_every_regression_method_trains_on_hard_and_easy_teachers(name):
     assert all(grad.isfinite().all() for grad in gradients.values())
 
 
-def test_training_on_teachers_improves_new_tasks():
+def test_training_on_teachers_lowers_the_error_on_new_tasks():
     environment = TeacherTasks(GaussianNeurons(2, mean=1.0, variance=0.2), "tanh")
     maml, net = method("maml", steps=1, lr=0.1), mlp(2, 1, width=16, depth=1, activation="tanh")
     before, after = (

@@ -21,7 +21,7 @@ from metabridge.experiments import (
     load_experiment,
 )
 from metabridge.experiments.anil_training_runs import METHODS, SETTINGS
-from metabridge.training.linear_anil import LinearAnilConfig, measured_steps
+from metabridge.training.linear_anil import LinearAnilConfig, steps_to_measure
 
 LINEAR = (anil_fig2, anil_fig3, anil_table1, anil_mean)
 SMALL = LinearAnilConfig(
@@ -31,11 +31,11 @@ SMALL = LinearAnilConfig(
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Iterator[dict[ModuleType, tuple[ExperimentOptions, Outcome]]]:
-    """The options and outcomes of all experiments, with settings that take seconds for the whole module."""
-    students = replace(anil_relu.SETTINGS["quick"], iterations=2, test_tasks=4, pool=20, batch_size=4, width=8)
+    """The options and outcome of every experiment, with small settings."""
+    student_settings = replace(anil_relu.SETTINGS["quick"], iterations=2, test_tasks=4, pool=20, batch_size=4, width=8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SETTINGS, "quick", SMALL)
-        patch.setitem(anil_relu.SETTINGS, "quick", students)
+        patch.setitem(anil_relu.SETTINGS, "quick", student_settings)
         options = ExperimentOptions("quick", out=tmp_path_factory.mktemp("out"), progress=False)
         yield {module: (options, module.EXPERIMENT.run(options)) for module in (*LINEAR, anil_relu)}
 
@@ -50,7 +50,7 @@ def test_results_can_be_read_again_and_figures_are_drawn(module, finished, tmp_p
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
-def test_figures_and_table_share_their_trainings(finished, monkeypatch):
+def test_figures_and_table_share_training_runs(finished, monkeypatch):
     options, outcome = finished[anil_fig2]
     assert set(outcome.data) == set(METHODS)
     for name in ("train_first_order", "train_burer_monteiro"):
@@ -66,11 +66,11 @@ def test_every_published_risk_has_a_row_and_only_baselines_are_compared_at_the_q
     assert all((row.agrees is None) == (not row.name.startswith(("single", "oracle"))) for row in rows)
 
 
-def test_a_risk_agrees_within_three_published_deviations_and_one_of_ours():
-    key = ("oracle", "ridge, 20 points")  # 0.50 ± 0.01, ours ± 0.02
+def test_a_risk_agrees_within_three_published_standard_deviations_and_one_of_ours():
+    key = ("oracle", "ridge, 20 points")  # published as 0.50 ± 0.01
     for value, agrees in ((0.549, True), (0.551, False), (0.451, True), (0.449, False)):
-        deviation = 0.02 / 2**0.5
-        risks = {key: [value - deviation, value + deviation]}
+        offset = 0.02 / 2**0.5  # the standard deviation of the two risks is 0.02
+        risks = {key: [value - offset, value + offset]}
         (row,) = anil_table1.risk_rows(risks, LinearAnilConfig(), "paper")
         assert row.agrees is agrees
 
@@ -85,21 +85,21 @@ def test_the_baselines_agree_with_the_paper():
 def test_curves_start_at_the_initial_network_and_end_with_the_last_step(finished):
     for name, record in finished[anil_fig2][1].data.items():
         length = SMALL.iterations if name == "burer-monteiro" else SMALL.steps
-        assert record.curves.steps == [0, *measured_steps(length)]
-        start = 0.01 if name == "burer-monteiro" else 0.25 / SMALL.alpha
+        assert record.curves.steps == [0, *steps_to_measure(length)]
+        initial_value = 0.01 if name == "burer-monteiro" else 0.25 / SMALL.alpha
         for quantity in ("smallest", "largest", "orthogonal_mean", "orthogonal_largest"):
             curves = record.curves.values[quantity]
             assert [len(curve) for curve in curves] == [len(record.curves.steps)] * SMALL.runs
-            assert [curve[0] for curve in curves] == pytest.approx([start] * SMALL.runs)
+            assert [curve[0] for curve in curves] == pytest.approx([initial_value] * SMALL.runs)
 
 
-def test_an_error_says_that_no_training_is_finished(tmp_path, monkeypatch):
+def test_an_error_says_that_no_training_run_is_finished(tmp_path, monkeypatch):
     monkeypatch.setitem(SETTINGS, "quick", SMALL)
     with pytest.raises(InputError, match="no part of anil-fig2 is finished"):
         anil_fig2.EXPERIMENT.run(ExperimentOptions("quick", out=tmp_path, minutes=0.0, progress=False))
 
 
-def test_only_selects_trainings(finished, tmp_path):
+def test_only_selects_training_runs(finished, tmp_path):
     with pytest.raises(InputError, match="only is reptile"):
         anil_fig2.EXPERIMENT.run(ExperimentOptions("quick", out=tmp_path, only=("reptile",), progress=False))
     options, _ = finished[anil_fig2]
@@ -117,13 +117,13 @@ def test_an_error_names_a_malformed_record(finished, tmp_path):
 
 
 def test_students_have_the_record_keys_of_version_0_1_0():
-    stored = anil_relu.SETTINGS["paper"].stored()
-    assert list(stored)[:4] == ["runs", "iterations", "lr", "judged"]
-    assert (stored["judged"], stored["batch"]) == (1000, 100)
+    plan = anil_relu.SETTINGS["paper"].to_dict()
+    assert list(plan)[:4] == ["runs", "iterations", "lr", "judged"]
+    assert (plan["judged"], plan["batch"]) == (1000, 100)
 
 
 def test_tasks_with_a_mean_have_separate_records(finished):
     _, outcome = finished[anil_mean]
     assert all(record.name.startswith("anil-mean-") for record in outcome.data.values())
-    starts = outcome.data["infinite-tasks"].curves.values["start"]
-    assert all(curve[0] > 1 for curve in starts)
+    distances = outcome.data["infinite-tasks"].curves.values["start"]  # from the mean task
+    assert all(curve[0] > 1 for curve in distances)

@@ -7,9 +7,9 @@ from metabridge.experiments import ExperimentOptions, bridge_depth
 from metabridge.experiments.bridge_depth import (
     EXPERIMENT,
     NETS,
+    DepthMeasurements,
     KernelMeasurements,
     Settings,
-    Spectra,
     gap_rows,
     kernel_rows,
     measure_run,
@@ -26,9 +26,9 @@ def outcome():
         return EXPERIMENT.run(ExperimentOptions("quick"))
 
 
-def exact_runs(depth: int, factor: float, points: int) -> list[KernelMeasurements]:
-    """Return two runs in which every quantity equals its limit."""
-    largest, smallest = (factor * limit * depth for limit in ((points + 3) / 4, 3 / 4))
+def exact_runs(depth: int, depth_factor: float, num_points: int) -> list[KernelMeasurements]:
+    """Return two runs in which every quantity changes with the depth as the lemmas predict."""
+    largest, smallest = (depth_factor * growth * depth for growth in ((num_points + 3) / 4, 3 / 4))
     return [KernelMeasurements(1 / depth, smallest, largest, smallest - 0.5, largest - 5, depth**-2.0)] * 2
 
 
@@ -37,22 +37,22 @@ def test_eigenvalues_are_divided_by_the_diagonal_of_the_kernel():
     x = train.without_split().support_x
     kernel = fully_connected_kernel(depth=4)
     run = measure_run(kernel, train, test)
-    unit = kernel.nngp(x[0])[0, 0]
-    theta, phi = kernel.ntk(x.flatten(0, 1)) / unit, mtl_kernel(kernel, x) / unit
-    for matrix, *ends in (
-        (theta, run.anil_largest, run.anil_smallest),
-        (phi, run.mtl_largest, run.mtl_smallest),
+    variance = kernel.nngp(x[0])[0, 0]
+    theta, phi = kernel.ntk(x.flatten(0, 1)) / variance, mtl_kernel(kernel, x) / variance
+    for matrix, largest, smallest in (
+        (theta, run.anil_largest_eigenvalue, run.anil_smallest_eigenvalue),
+        (phi, run.mtl_largest_eigenvalue, run.mtl_smallest_eigenvalue),
     ):
-        values = torch.linalg.eigvalsh(matrix)
-        assert tuple(ends) == pytest.approx((float(values[-1]), float(values[0])), rel=1e-6)
-    assert run.inverses == pytest.approx(float((theta.inverse() - phi.inverse()).svd().S[0]), rel=1e-6)
+        eigenvalues = torch.linalg.eigvalsh(matrix)
+        assert (largest, smallest) == pytest.approx((float(eigenvalues[-1]), float(eigenvalues[0])), rel=1e-6)
+    assert run.inverse_difference == pytest.approx(float((theta.inverse() - phi.inverse()).svd().S[0]), rel=1e-6)
 
 
 def test_residual_connections_change_the_gap_but_layer_norm_does_not(outcome):
-    plain, residual, normed = (outcome.data.values(net, "gap") for net in NETS)
+    plain, residual, with_layer_norm = (outcome.data.values(net, "gap") for net in NETS)
     for depth in plain:
-        assert normed[depth] == pytest.approx(residual[depth], rel=1e-6)
-        assert all(one > 1.1 * other for one, other in zip(residual[depth], plain[depth]))
+        assert with_layer_norm[depth] == pytest.approx(residual[depth], rel=1e-6)
+        assert all(gap > 1.1 * plain_gap for gap, plain_gap in zip(residual[depth], plain[depth]))
     row = next(row for row in outcome.result.rows if row.name == "with and without LayerNorm")
     assert row.agrees
     assert row.ours < 1e-6
@@ -60,20 +60,24 @@ def test_residual_connections_change_the_gap_but_layer_norm_does_not(outcome):
 
 def test_deeper_kernels_are_closer_to_the_limits_of_lemmas_4_and_5():
     train, test = regression_tasks(0, 4, 3, "cpu")
-    x, y, z = (measure_run(fully_connected_kernel(depth), train, test) for depth in (40, 80, 160))
-    for end, limit in (("largest", 43 / 4), ("smallest", 3 / 4)):
+    runs = [measure_run(fully_connected_kernel(depth), train, test) for depth in (40, 80, 160)]
+    for extreme, limit in (("largest", 43 / 4), ("smallest", 3 / 4)):
         for kernel in ("anil", "mtl"):
-            first, second, third = (getattr(run, f"{kernel}_{end}") for run in (x, y, z))
-            assert abs((third - second) / 80 - limit) < abs((second - first) / 40 - limit)
-            assert (third - second) / 80 == pytest.approx(limit, rel=0.03)
-    assert 1 / 4 < z.inverses / y.inverses < min(y.inverses / x.inverses, 0.28)
+            at_40, at_80, at_160 = (getattr(run, f"{kernel}_{extreme}_eigenvalue") for run in runs)
+            assert abs((at_160 - at_80) / 80 - limit) < abs((at_80 - at_40) / 40 - limit)
+            assert (at_160 - at_80) / 80 == pytest.approx(limit, rel=0.03)
+    at_40, at_80, at_160 = (run.inverse_difference for run in runs)
+    assert 1 / 4 < at_160 / at_80 < min(at_80 / at_40, 0.28)
 
 
 def test_every_row_agrees_if_the_lemmas_hold_and_none_if_they_do_not():
-    limits = Spectra(40, {net: {L: exact_runs(L, 1.0 if net == "plain" else 0.5, 40) for L in (8, 16)} for net in NETS})
-    rows = gap_rows(limits) + kernel_rows(limits)
+    depth_factors = {net: 1.0 if net == "plain" else 0.5 for net in NETS}
+    exact = DepthMeasurements(
+        40, {net: {L: exact_runs(L, factor, 40) for L in (8, 16)} for net, factor in depth_factors.items()}
+    )
+    rows = gap_rows(exact) + kernel_rows(exact)
     assert {row.agrees for row in rows if row.published is not None} == {True}
-    constant = Spectra(40, {net: {L: exact_runs(8, 1.0, 40) for L in (8, 16)} for net in NETS})
+    constant = DepthMeasurements(40, {net: {L: exact_runs(8, 1.0, 40) for L in (8, 16)} for net in NETS})
     rows = gap_rows(constant) + kernel_rows(constant)
     assert {row.agrees for row in rows if row.published is not None and "without LayerNorm" not in row.name} == {False}
 

@@ -26,7 +26,7 @@ def by_name(rows):
     return {row.name: row for row in rows}
 
 
-def test_the_gap_equals_its_closed_form_with_inverse_kernels():
+def test_the_gap_equals_its_closed_form():
     """At λτ = 0, F_ANIL − F_MTL = Φ'(Θ⁻¹ − Φ_MTL⁻¹)Y (Wang et al. 2021, eq. 67)."""
     kernel = fully_connected_kernel(depth=3)
     train, test = regression_tasks(0, 4, 3, "cpu")
@@ -45,7 +45,7 @@ def test_the_gap_equals_its_closed_form_with_inverse_kernels():
     )
 
 
-def test_labels_of_training_tasks_have_unit_variance_and_tasks_the_sizes_of_the_paper():
+def test_training_labels_have_unit_variance_and_tasks_have_the_sizes_of_the_paper():
     train, test = regression_tasks(0, 20, 20, "cpu")
     assert float(train.without_split().support_y.std()) == pytest.approx(1)
     assert train.without_split().support_x.shape == (20, 10, 10)
@@ -53,8 +53,8 @@ def test_labels_of_training_tasks_have_unit_variance_and_tasks_the_sizes_of_the_
 
 
 def test_the_inner_time_cancels_unless_there_is_a_ridge_or_training_stops_early(outcome):
-    none, half = outcome.data.converged.values()
-    assert half == pytest.approx(none, rel=1e-6)
+    gaps_at_zero, gaps_at_half = outcome.data.converged.values()  # λτ = 0 and 0.5
+    assert gaps_at_half == pytest.approx(gaps_at_zero, rel=1e-6)
     for curves in (outcome.data.with_ridge, outcome.data.early_stopped):
         for curve in curves.values():
             assert all(abs(b / a - 1) > 0.05 for a, b in zip(*curve.values()))

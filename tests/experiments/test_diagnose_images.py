@@ -10,19 +10,19 @@ from metabridge.experiments.diagnose_images import EXPERIMENT, R_H, SETTINGS
 from metabridge.experiments.method_orders import METHODS, MethodOrder
 from metabridge.report.results import Machine
 
-ACCURACIES = dict(zip(METHODS, (92.0, 93.0, 91.0, 90.0)))
-NETS = {"MTL": 80.0, "ANIL": 82.0, "MAML": 81.0}
+GLYPH_ACCURACIES = dict(zip(METHODS, (92.0, 93.0, 91.0, 90.0)))
+MLP_ACCURACIES = {"MTL": 80.0, "ANIL": 82.0, "MAML": 81.0}
 
 
 @pytest.fixture(scope="module")
 def outcome(glyphs, tmp_path_factory) -> Outcome:
-    """The outcome of the experiment, with settings that take seconds and results of trained methods in the folder."""
+    """The outcome of the experiment with small settings, and with results of other experiments in its folder."""
     out = tmp_path_factory.mktemp("out")
-    methods = tuple(Row(f"{name}, test tasks", "accuracy %", ours=value) for name, value in ACCURACIES.items())
+    methods = tuple(Row(f"{name}, test tasks", "accuracy %", ours=value) for name, value in GLYPH_ACCURACIES.items())
     nets = tuple(
         Row(f"{data}, 5-shot, mlp net {name}, fresh tasks", "accuracy %", ours=value)
         for data in ("glyphs", "omniglot")
-        for name, value in NETS.items()
+        for name, value in MLP_ACCURACIES.items()
     )
     for name, rows in {"glyphs": methods, "kernel-fewshot": nets}.items():
         Result(name, "quick", 0, {}, Machine("cpu", "", "", None), 1.0, rows).write(out)
@@ -44,14 +44,14 @@ def test_the_experiment_is_found_by_its_id():
 def test_small_and_large_r_h_are_diagnosed_and_ranked(outcome):
     (case,) = outcome.data.cases
     assert set(case.diagnoses) == set(R_H)
-    assert len(case.hard["large"]) == 10
-    assert not set(case.easy) & {*case.hard["small"], *case.hard["large"]}
+    assert len(case.hard_alphabets["large"]) == 10
+    assert not set(case.easy_alphabets) & {*case.hard_alphabets["small"], *case.hard_alphabets["large"]}
     rankings = [row for row in outcome.result.rows if row.metric == "seeds %"]
     assert len(rankings) == 3
     assert all(row.agrees == (row.ours == 100) for row in rankings)
 
 
-def test_rows_give_the_gains_of_training(outcome):
+def test_rows_contain_the_measured_gains_of_maml(outcome):
     rows = {row.name: row for row in outcome.result.rows}
     (case,) = outcome.data.cases
     for setting in R_H:
@@ -63,14 +63,14 @@ def test_predicted_orders_are_compared_with_all_trained_networks_of_the_data(out
     orders = {(order.nets, order.source): order for order in outcome.data.orders}
     nets = "glyphs, 1-shot, conv4 net", "glyphs, 5-shot, mlp net at 16 px"
     assert set(orders) == {(net, source) for net in nets for source in ("formulas", "kernels")}
-    assert orders[nets[0], "formulas"].accuracy == ACCURACIES
-    assert orders[nets[1], "kernels"].accuracy == {name.lower(): value for name, value in NETS.items()}
-    assert "no meta-training" not in orders[nets[0], "kernels"].predicted
+    assert orders[nets[0], "formulas"].accuracies == GLYPH_ACCURACIES
+    assert orders[nets[1], "kernels"].accuracies == {name.lower(): value for name, value in MLP_ACCURACIES.items()}
+    assert "no meta-training" not in orders[nets[0], "kernels"].predicted_scores
 
 
 def test_an_order_counts_the_pairs_that_are_right():
     predicted = {"rfs": 1, "mtl": 1, "anil": 0, "maml": 0}
-    order = MethodOrder("nets", "formulas", predicted, {**ACCURACIES, "anil": 92.5})
+    order = MethodOrder("nets", "formulas", predicted, {**GLYPH_ACCURACIES, "anil": 92.5})
     assert order.pairs_right == [False, True, True, True]
     assert str(order) == "rfs = mtl > anil = maml"
     accuracy = {"a": 9, "b": 8, "c": 7}
@@ -82,6 +82,6 @@ def test_the_figure_is_drawn(outcome, tmp_path):
     EXPERIMENT.draw(outcome, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     (case,) = outcome.data.cases
-    untrained = replace(outcome, data=replace(outcome.data, cases=(replace(case, records={}),), orders=()))
-    EXPERIMENT.draw(untrained, tmp_path / "untrained.png")
+    without_training = replace(outcome, data=replace(outcome.data, cases=(replace(case, records={}),), orders=()))
+    EXPERIMENT.draw(without_training, tmp_path / "untrained.png")
     assert (tmp_path / "untrained.png").read_bytes().startswith(b"\x89PNG")

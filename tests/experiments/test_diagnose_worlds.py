@@ -18,7 +18,7 @@ from metabridge.experiments.diagnose_worlds import (
 
 @pytest.fixture(scope="module")
 def outcome() -> Outcome:
-    """The outcome of the experiment, with settings that take seconds."""
+    """The outcome of the experiment with small settings."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SETTINGS, "quick", Settings(problems=8, pairs=2, tasks=60))
         patch.setattr(diagnose_worlds, "TRAINING_TASKS", 100)
@@ -36,10 +36,10 @@ def test_predicted_ratios_correlate_with_those_after_training(outcome):
     assert len(outcome.data.trials) == 8
 
 
-def test_rows_give_coverage_and_width_of_the_intervals(outcome):
+def test_rows_contain_coverage_and_width_of_the_intervals(outcome):
     rows = {row.name: row for row in outcome.result.rows}
     covered = [
-        abs(trial.diagnosis.ratio.standardized_error(trial.population_ratio)) <= 1 for trial in outcome.data.trials
+        abs(trial.diagnosis.ratio.relative_deviation(trial.population_ratio)) <= 1 for trial in outcome.data.trials
     ]
     assert covered == [trial.diagnosis.ratio.contains(trial.population_ratio) for trial in outcome.data.trials]
     assert rows["linear problems, exact ratio in the 95 % interval"].ours == 100 * sum(covered) / len(covered)
@@ -55,7 +55,7 @@ def test_pairs_are_ranked_by_both_quantities(outcome):
     right, wrong = list(pair_rows([(better, worse)])), list(pair_rows([(worse, better)]))
     assert [row.ours for row in right] == [100, 100]
     assert [row.ours for row in wrong] == [0, 0]
-    assert "apart in 1, and then right in 1" in right[0].note
+    assert "1 with disjoint intervals, of which 1 are ranked correctly" in right[0].note
 
 
 def test_the_figure_is_drawn(outcome, tmp_path):

@@ -27,7 +27,7 @@ def test_every_method_has_rows_for_its_scores_and_its_training_time(outcome):
     assert len(rows) == 5 * len(outcome.data.runs)
 
 
-def test_scores_within_and_across_alphabets_are_of_such_tasks(outcome, glyphs):
+def test_scores_within_and_across_alphabets_are_measured_on_such_tasks(outcome, glyphs):
     for name, run in outcome.data.runs.items():
         for kind, superclass in (("same alphabet", "same"), ("different alphabets", "different")):
             score = evaluate(run, glyphs.tasks("test", superclass=superclass), tasks=4, seed=0)
@@ -42,14 +42,14 @@ def test_the_untrained_score_is_that_of_the_initial_weights(outcome, glyphs):
         torch.testing.assert_close(outcome.data.scores[name]["untrained"].values, score.values)
 
 
-def test_scores_are_over_as_many_tasks_as_the_settings_say(outcome):
+def test_scores_have_the_numbers_of_tasks_of_the_settings(outcome):
     for scores in outcome.data.scores.values():
         first, *others = (score.tasks for score in scores.values())
         assert first == SETTINGS["quick"].test_tasks
         assert set(others) == {SETTINGS["quick"].other_tasks}
 
 
-def test_a_short_training_already_beats_the_untrained_network(outcome):
+def test_a_short_training_run_beats_the_untrained_network(outcome):
     scores = outcome.data.scores["anil"]
     assert scores["test tasks"].mean > scores["untrained"].mean + 0.1
 

@@ -44,14 +44,14 @@ CHEAP = {
 
 @pytest.fixture(scope="module")
 def outcome(glyphs) -> Iterator[Outcome[kernel_fewshot.Comparison]]:
-    """The experiment with small settings, and with a cheap kernel in place of conv4's."""
+    """The outcome of the experiment with small settings, and with a small convolutional kernel instead of conv4's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SETTINGS, "quick", TINY)
         patch.setattr(kernel_fewshot, "KERNELS", CHEAP)
         yield EXPERIMENT.run(ExperimentOptions("quick", progress=False))
 
 
-def three_ways(tasks, seed):
+def three_way_tasks(tasks, seed):
     """Return tasks of three classes with one support and two query points each."""
     x = torch.randn(tasks, 9, 5, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     labels = torch.arange(3).repeat(tasks, 1)
@@ -59,8 +59,8 @@ def three_ways(tasks, seed):
 
 
 @pytest.mark.parametrize("kernel_method", METHODS)
-def test_a_kernel_learns_no_classes_from_all_relabellings_of_the_training_tasks(kernel_method):
-    train, test = three_ways(3, 0), three_ways(4, 1)
+def test_a_kernel_learns_nothing_about_classes_from_all_relabelings_of_the_training_tasks(kernel_method):
+    train, test = three_way_tasks(3, 0), three_way_tasks(4, 1)
     orders = torch.tensor(list(permutations(range(3))))
     copies = [replace(train, support_y=order[train.support_y], query_y=order[train.query_y]) for order in orders]
     joined = {name: torch.cat([getattr(c, name) for c in copies]) for name in ("support_x", "support_y")}
@@ -78,13 +78,15 @@ def test_a_kernel_learns_no_classes_from_all_relabellings_of_the_training_tasks(
 
 @pytest.mark.parametrize("kernel_method", METHODS)
 def test_centered_targets_shift_all_outputs_of_a_query_equally(kernel_method):
-    def valued(episodes, shift):
+    def with_real_targets(episodes, shift):
         y = [torch.nn.functional.one_hot(y, 3).double() - shift for y in (episodes.support_y, episodes.query_y)]
         return replace(episodes, support_y=y[0], query_y=y[1])
 
-    train, test = three_ways(3, 0), three_ways(4, 1)
+    train, test = three_way_tasks(3, 0), three_way_tasks(4, 1)
     learner = candidate_learners(fully_connected_kernel(depth=3), kernel_method)[0]
-    uncentered, centered = (learner.fit(valued(train, by)).predict(valued(test, by)) for by in (0, 1 / 3))
+    uncentered, centered = (
+        learner.fit(with_real_targets(train, shift)).predict(with_real_targets(test, shift)) for shift in (0, 1 / 3)
+    )
     change = uncentered - centered
     assert torch.allclose(change, change[..., :1].expand_as(change), atol=1e-9)
 
@@ -125,7 +127,7 @@ def test_every_learner_has_rows_for_its_accuracy_and_its_gain(outcome):
     assert all(row.agrees is None and row.published is None for row in rows.values())
 
 
-def test_the_result_reads_back_and_the_figure_can_be_drawn(outcome, tmp_path):
+def test_the_result_can_be_read_again_and_the_figure_is_drawn(outcome, tmp_path):
     stored = Result.read(outcome.result.write(tmp_path))
     assert stored.rows == outcome.result.rows
     assert stored.settings["size"] == SIZE
@@ -142,7 +144,7 @@ def test_the_grid_combines_every_inner_time_with_every_ridge(kernel_method):
     assert len(grid) == len(times) * len(RIDGES)
 
 
-def test_omniglot_without_a_folder_is_refused(monkeypatch):
+def test_omniglot_without_a_folder_raises_an_error(monkeypatch):
     monkeypatch.setitem(SETTINGS, "paper", replace(TINY, datasets=("omniglot",)))
     with pytest.raises(InputError, match="data is None, but omniglot is read from a folder"):
         EXPERIMENT.run(ExperimentOptions("paper", progress=False))

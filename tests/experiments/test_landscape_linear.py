@@ -59,14 +59,14 @@ def test_means_agree_with_closed_forms_within_twice_their_interval(shift, agrees
     assert compare_with_theory("", "", values, 1.5 + shift * margin).agrees is agrees
 
 
-def test_rows_compare_the_ends_of_sgd_with_closed_forms(outcomes):
+def test_rows_compare_the_results_of_sgd_with_closed_forms(outcomes):
     rows = {(row.name, row.metric): row for row in outcomes[fig2].result.rows}
     row = rows["MAML, m = 50, ρ_H = 0.2", "first coordinate"]
     a_H, a_E = 0.2 * 0.8**2 + 11 / 50 * 0.2**3, 11 / 50
     assert row.published == pytest.approx((a_H - a_E) / (a_H + a_E))
     assert row.ours == pytest.approx(float(outcomes[fig2].data[50, 0.2]["maml"].coordinate.mean()))
     rows = {(row.name, row.metric): row for row in outcomes[fig3].result.rows}
-    assert rows["limit of NAL over MAML, hard tasks close together", "ratio"].published == pytest.approx(11)
+    assert rows["limit of NAL / MAML, hard tasks close together", "ratio of 𝓔_m"].published == pytest.approx(11)
     assert all(row.agrees for (name, _), row in rows.items() if name.startswith("limit"))
 
 
@@ -77,7 +77,7 @@ def test_the_landscape_with_close_hard_tasks_has_the_published_ratio_which_is_th
 
 
 def test_closed_forms_of_weighted_nal_are_near_the_published_values():
-    """The published test errors fit a third of the printed variance; with the printed one they are too low."""
+    """The published test errors fit a variance of ⅓; for the variance in the text of the paper they are too low."""
     printed, third = table3.LANDSCAPES.values()
     for name, ((coordinate, coordinate_std), (error, error_std)) in table3.PUBLISHED.items():
         learner = table3.LEARNERS[name]

@@ -21,13 +21,13 @@ from metabridge.experiments import (
     landscape_training_runs,
     load_experiment,
 )
-from metabridge.experiments.landscape_table1 import SIMILAR_ALPHABETS, hardest, split_alphabets
+from metabridge.experiments.landscape_table1 import SIMILAR_ALPHABETS, hardest_alphabets, split_alphabets
 from metabridge.experiments.landscape_training_runs import (
     TASK_KINDS,
     Accuracy,
     AccuracyRecord,
-    NetTraining,
-    PlannedTraining,
+    Conv4Training,
+    PlannedRun,
     accuracy_rows,
     train_all,
 )
@@ -81,19 +81,19 @@ def test_a_second_run_reads_the_records_and_trains_nothing(table, finished, monk
     assert table.EXPERIMENT.run(replace(options, only=tuple(table.PUBLISHED)[:1])) == outcome
 
 
-@pytest.mark.parametrize(("table", "part"), [(landscape_table1, "large-nal-1"), (landscape_table2, "p0.5-nal")])
-def test_a_changed_setting_starts_a_new_training_and_keeps_the_old_run(table, part, finished, monkeypatch, tmp_path):
+@pytest.mark.parametrize(("table", "run_name"), [(landscape_table1, "large-nal-1"), (landscape_table2, "p0.5-nal")])
+def test_a_changed_setting_starts_a_new_run_and_keeps_the_old_one(table, run_name, finished, monkeypatch, tmp_path):
     options, outcome = finished[table]
     shutil.copytree(options.out, tmp_path, dirs_exist_ok=True)
     monkeypatch.setattr(table, "NAL_LR", 1e-5)
     before = len(list((tmp_path / "runs").iterdir()))
-    changed = table.EXPERIMENT.run(replace(options, out=tmp_path, only=(part,)))
+    changed = table.EXPERIMENT.run(replace(options, out=tmp_path, only=(run_name,)))
     assert len(list((tmp_path / "runs").iterdir())) == before + 2  # one run per seed
-    name = f"{table.EXPERIMENT.id}-{part}-quick-0"
+    name = f"{table.EXPERIMENT.id}-{run_name}-quick-0"
     assert changed.data[name].plan == outcome.data[name].plan | {"lr": 1e-5}
 
 
-def test_a_stopped_training_resumes_and_ends_with_the_same_numbers(finished, tmp_path):
+def test_a_stopped_run_resumes_and_ends_with_the_same_numbers(finished, tmp_path):
     _, outcome = finished[landscape_table2]
     options = ExperimentOptions("quick", out=tmp_path, only=("p0.5-maml",), progress=False)
     with pytest.raises(InputError, match="no part of landscape-table2 is finished"):
@@ -106,17 +106,17 @@ def test_a_stopped_training_resumes_and_ends_with_the_same_numbers(finished, tmp
 
 @pytest.fixture
 def two_at_once(monkeypatch) -> None:
-    """Let a CPU train two networks in turns."""
+    """Train two networks concurrently on the CPU, one step of each in turn."""
     monkeypatch.setitem(interleaved.CONCURRENT_RUNS, "cpu", 2)
 
 
-def two_trainings(glyphs, iterations: int) -> list[PlannedTraining]:
-    """Return trainings of two small networks with different methods and seeds."""
+def two_runs(glyphs, iterations: int) -> list[PlannedRun]:
+    """Return training runs of two small networks with different methods and seeds."""
     tasks, test_tasks = glyphs.tasks("train", queries=2), {"test": glyphs.tasks("test", queries=2)}
     return [
-        PlannedTraining(
+        PlannedRun(
             name,
-            NetTraining(name, 1e-2, iterations, batch_size=2, test_tasks=3, filters=4, seed=seed),
+            Conv4Training(name, 1e-2, iterations, batch_size=2, test_tasks=3, filters=4, seed=seed),
             tasks,
             test_tasks,
             {},
@@ -131,23 +131,23 @@ def weights(options: ExperimentOptions) -> dict[str, torch.Tensor]:
     return {f"{run}/{name}": value for run, (tensors, _) in runs.items() for name, value in tensors.items()}
 
 
-def test_trainings_in_turns_give_the_same_numbers_as_one_after_another(
+def test_concurrent_runs_give_the_same_numbers_as_runs_one_after_another(
     glyphs, two_at_once, monkeypatch, tmp_path, capsys
 ):
     seeds, step = [], Trainer.step
 
-    def note_seed(training: Trainer) -> bool:
-        seeds.append(training.config.seed)
-        return step(training)
+    def step_and_record_seed(trainer: Trainer) -> bool:
+        seeds.append(trainer.config.seed)
+        return step(trainer)
 
-    monkeypatch.setattr(Trainer, "step", note_seed)
-    planned = two_trainings(glyphs, iterations=6)
-    in_turns = ExperimentOptions("quick", out=tmp_path / "in-turns")
-    assert train_all(replace(in_turns, minutes=0.0), "table", glyphs, planned) == [None, None]
-    records = train_all(in_turns, "table", glyphs, planned)
+    monkeypatch.setattr(Trainer, "step", step_and_record_seed)
+    planned = two_runs(glyphs, iterations=6)
+    concurrent = ExperimentOptions("quick", out=tmp_path / "concurrent")
+    assert train_all(replace(concurrent, minutes=0.0), "table", glyphs, planned) == [None, None]
+    records = train_all(concurrent, "table", glyphs, planned)
     assert seeds == [0, 1] * 6
     printed = capsys.readouterr().err
-    assert all(f"{training.label} 6/6: loss" in printed for training in planned)
+    assert all(f"{run.label} 6/6: loss" in printed for run in planned)
 
     monkeypatch.delitem(interleaved.CONCURRENT_RUNS, "cpu")
     seeds.clear()
@@ -155,30 +155,30 @@ def test_trainings_in_turns_give_the_same_numbers_as_one_after_another(
     expected = train_all(in_sequence, "table", glyphs, planned)
     assert seeds == [0] * 6 + [1] * 6
     assert [(r.name, r.plan, r.scores) for r in records] == [(r.name, r.plan, r.scores) for r in expected]
-    assert train_all(in_turns, "table", glyphs, planned) == records
-    actual_weights, expected_weights = weights(in_turns), weights(in_sequence)
+    assert train_all(concurrent, "table", glyphs, planned) == records
+    actual_weights, expected_weights = weights(concurrent), weights(in_sequence)
     assert actual_weights.keys() == expected_weights.keys()
     assert all(torch.equal(value, expected_weights[name]) for name, value in actual_weights.items())
 
 
-def test_if_one_training_fails_its_error_is_raised_and_the_others_are_saved(glyphs, two_at_once, monkeypatch, tmp_path):
+def test_if_one_run_fails_its_error_is_raised_and_the_others_are_saved(glyphs, two_at_once, monkeypatch, tmp_path):
     step = Trainer.step
 
-    def fail(training: Trainer) -> bool:
-        if training.config.seed == 1 and training.iteration == 3:
+    def fail(trainer: Trainer) -> bool:
+        if trainer.config.seed == 1 and trainer.iteration == 3:
             raise InputError("this one fails.")
-        return step(training)
+        return step(trainer)
 
     monkeypatch.setattr(Trainer, "step", fail)
     options = ExperimentOptions("quick", out=tmp_path, progress=False)
     with pytest.raises(InputError, match="this one fails"):
-        train_all(options, "table", glyphs, two_trainings(glyphs, 1000))
+        train_all(options, "table", glyphs, two_runs(glyphs, 1000))
     states = [RunFolder(folder).read("state") for folder in sorted((tmp_path / "runs").iterdir())]
     assert [metadata["iteration"] for _, metadata in states] == [4, 3]
     assert not (tmp_path / "records").exists()
 
 
-def test_only_selects_trainings_and_rows(finished, tmp_path):
+def test_only_selects_training_runs_and_rows(finished, tmp_path):
     run, options = landscape_table1.EXPERIMENT.run, ExperimentOptions("quick", out=tmp_path, progress=False)
     with pytest.raises(InputError, match="the ranking, which selects the hard alphabets, is not finished"):
         run(replace(options, only=("small-nal-1",)))
@@ -199,7 +199,7 @@ def test_the_paper_scale_needs_the_data_of_the_paper(table, tmp_path):
 def test_the_ranking_selects_the_hard_alphabets(finished):
     records = finished[landscape_table1][1].data
     ranking = records["landscape-table1-ranking-quick-0"]
-    hard = hardest(ranking)
+    hard = hardest_alphabets(ranking)
     assert len(hard) == 4
     assert max(ranking.scores[name].mean for name in hard) <= min(
         score.mean for name, score in ranking.scores.items() if name not in hard
@@ -246,19 +246,19 @@ def test_an_alphabet_too_small_for_the_ranking_is_easy():
 
 
 @pytest.fixture
-def planned(monkeypatch) -> dict[str, PlannedTraining]:
-    """Collect the trainings that an experiment plans, of which only the ranking gets a record."""
-    trainings: dict[str, PlannedTraining] = {}
+def planned(monkeypatch) -> dict[str, PlannedRun]:
+    """The planned runs of an experiment, by name. Nothing is trained, and only the ranking gets a record."""
+    runs: dict[str, PlannedRun] = {}
 
     def train_nothing(options, experiment, images, planned):
-        for training in planned:
-            trainings.setdefault(training.part, training)
-        scores = [{name: Accuracy(0.5, 0.01, 2) for name in training.test_tasks} for training in planned]
-        return [record(s) if training.part == "ranking" else None for training, s in zip(planned, scores)]
+        for run in planned:
+            runs.setdefault(run.name, run)
+        scores = [{kind: Accuracy(0.5, 0.01, 2) for kind in run.test_environments} for run in planned]
+        return [record(s) if run.name == "ranking" else None for run, s in zip(planned, scores)]
 
     monkeypatch.setattr(landscape_table1, "train_all", train_nothing)
     monkeypatch.setattr(landscape_table2, "train_all", train_nothing)
-    return trainings
+    return runs
 
 
 def points_per_class(environment, ways):
@@ -271,12 +271,12 @@ def test_table_1_is_trained_as_in_the_paper(planned, glyphs, monkeypatch):
     landscape_table1.measure(ExperimentOptions("paper"))
     for setting in ("large", "small"):
         for learner, points, lr in (("maml", 11, 1e-3), ("nal-1", 11, 1e-6), ("nal-10", 20, 1e-6)):
-            plan = planned[f"{setting}-{learner}"]
-            assert plan.training == NetTraining(learner.partition("-")[0], lr, 20_000, batch_size=8, test_tasks=500)
-            assert (plan.training.steps, plan.training.inner_lr, plan.training.filters) == (1, 0.1, 64)
-            assert points_per_class(plan.tasks, 5) == points
-            assert plan.tasks.weights == (0.5, 0.5)
-            assert [plan.test_tasks[kind].superclass for kind in TASK_KINDS] == ["different", "same"] * 2
+            run = planned[f"{setting}-{learner}"]
+            assert run.training == Conv4Training(learner.partition("-")[0], lr, 20_000, batch_size=8, test_tasks=500)
+            assert (run.training.steps, run.training.inner_lr, run.training.filters) == (1, 0.1, 64)
+            assert points_per_class(run.train_environment, 5) == points
+            assert run.train_environment.weights == (0.5, 0.5)
+            assert [run.test_environments[kind].superclass for kind in TASK_KINDS] == ["different", "same"] * 2
 
 
 def test_table_2_is_trained_as_in_the_paper(planned, monkeypatch):
@@ -285,18 +285,18 @@ def test_table_2_is_trained_as_in_the_paper(planned, monkeypatch):
     landscape_table2.measure(ExperimentOptions("paper"))
     for share in (0.99, 0.5, 0.01):
         for learner, points, lr, steps in (("maml", (60, 15), 1e-3, 1), ("nal", (15, 15), 1e-6, 5)):
-            plan = planned[f"p{share}-{learner}"]
-            assert plan.training == NetTraining(learner, lr, 10_000, batch_size=2, test_tasks=500, steps=steps)
-            assert (plan.training.inner_lr, plan.training.filters) == (0.1, 64)
-            assert tuple(points_per_class(part, part.ways) for part in plan.tasks.environments) == points
-            assert plan.tasks.weights == pytest.approx((1 - share, share))
-            assert plan.tasks.outputs == 20
-            forms = [(tasks.ways, tasks.shots, tasks.split) for tasks in map(plan.test_tasks.get, TASK_KINDS)]
+            run = planned[f"p{share}-{learner}"]
+            assert run.training == Conv4Training(learner, lr, 10_000, batch_size=2, test_tasks=500, steps=steps)
+            assert (run.training.inner_lr, run.training.filters) == (0.1, 64)
+            assert tuple(points_per_class(part, part.ways) for part in run.train_environment.environments) == points
+            assert run.train_environment.weights == pytest.approx((1 - share, share))
+            assert run.train_environment.outputs == 20
+            forms = [(tasks.ways, tasks.shots, tasks.split) for tasks in map(run.test_environments.get, TASK_KINDS)]
             assert forms == [(2, 50, "validation"), (20, 5, "validation"), (2, 50, "test"), (20, 5, "test")]
 
 
 def test_records_have_the_keys_of_version_0_1_0(glyphs):
-    plan = two_trainings(glyphs, 3)[0].record(ExperimentOptions("quick"), "table", glyphs).plan
+    plan = two_runs(glyphs, 3)[0].empty_record(ExperimentOptions("quick"), "table", glyphs).plan
     keys = ["images", "method", "lr", "iterations", "tasks", "judged", "filters", "steps", "inner_lr", "seed"]
     assert list(plan) == keys
     assert (plan["tasks"], plan["judged"]) == (2, 3)
@@ -332,9 +332,9 @@ def test_the_figures_are_drawn(finished, tmp_path):
         assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_planned_trainings_run_with_their_settings(glyphs, tmp_path):
-    training = NetTraining("maml", 0.02, 2, batch_size=3, test_tasks=2, filters=4, steps=2, inner_lr=0.3, seed=5)
-    planned = PlannedTraining("part", training, glyphs.tasks("train", queries=2), {}, {})
+def test_planned_runs_are_trained_with_their_settings(glyphs, tmp_path):
+    training = Conv4Training("maml", 0.02, 2, batch_size=3, test_tasks=2, filters=4, steps=2, inner_lr=0.3, seed=5)
+    planned = PlannedRun("part", training, glyphs.tasks("train", queries=2), {}, {})
     train_all(ExperimentOptions("quick", out=tmp_path, progress=False), "table", glyphs, [planned])
     (folder,) = (tmp_path / "runs").iterdir()
     settings = RunFolder(folder).settings()

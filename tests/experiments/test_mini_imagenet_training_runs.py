@@ -137,13 +137,16 @@ def test_interrupted_training_runs_leave_no_record_and_resume(small, tmp_path):
     assert len(rows("bridge-table5", tmp_path)) == len(bridge_table5.PUBLISHED)
 
 
-@pytest.mark.parametrize("data", [None, Path("nowhere")])
-def test_the_paper_scale_without_its_dataset_raises_an_error(tmp_path, data):
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [(None, "no --data is passed"), (Path("nowhere"), "--data nowhere does not contain it")],
+)
+def test_the_paper_scale_without_its_dataset_raises_an_error(tmp_path, data, problem):
     with pytest.raises(InputError) as caught:
         load_experiment("bridge-table3").run(ExperimentOptions("paper", out=tmp_path, data=data, progress=False))
     assert str(caught.value) == (
-        f"data is {data}, but the paper scale needs a folder that contains mini-imagenet. "
-        "Use --data with that folder, or --scale quick to try the experiment without it."
+        f"the paper scale needs mini-imagenet, but {problem}. Pass the folder that contains it with --data, or use "
+        "--scale quick to run a smaller experiment without it."
     )
 
 

@@ -17,8 +17,8 @@ ARCHITECTURE = random_architecture(torch.Generator().manual_seed(0))
 
 def test_random_cells_overlap_as_expected():
     generator = torch.Generator().manual_seed(0)
-    drawn = [random_architecture(generator) for _ in range(60)]
-    percentages = zip(*(nas_fig2.overlap(*pair) for pair in itertools.combinations(drawn, 2)))
+    architectures = [random_architecture(generator) for _ in range(60)]
+    percentages = zip(*(nas_fig2.overlap(*pair) for pair in itertools.combinations(architectures, 2)))
     means = [statistics.mean(values) for values in percentages]
     assert means == pytest.approx(nas_fig2.expected_overlap(len(OPERATORS)), abs=1)
 

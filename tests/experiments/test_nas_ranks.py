@@ -48,8 +48,8 @@ def test_every_proxy_is_correlated_and_trained_architectures_are_stored(small, m
     assert {row.name for row in complete.result.rows[:-2]} == {
         f"{proxy}, {kind}" for proxy in PROXIES for kind in ("Spearman", "Kendall")
     }
-    assert all(set(scored.proxies) == set(PROXIES) for scored in architectures(complete))
-    assert len({scored.architecture for scored in architectures(complete)}) == 4
+    assert all(set(entry.proxies) == set(PROXIES) for entry in architectures(complete))
+    assert len({entry.architecture for entry in architectures(complete)}) == 4
     load_experiment("nas-ranks").draw(complete, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     monkeypatch.setattr(nas_ranks_training_runs, "image_trainer", lambda *_, **__: pytest.fail("trained"))
@@ -58,14 +58,12 @@ def test_every_proxy_is_correlated_and_trained_architectures_are_stored(small, m
     assert architectures(run(tmp_path)) == architectures(complete)[:3]
 
 
-def test_an_architecture_that_the_record_lacks_is_trained_even_if_later_ones_are_stored(small, tmp_path):
+def test_an_architecture_that_is_missing_from_the_record_is_trained_even_if_later_ones_are_stored(small, tmp_path):
     complete = architectures(run(tmp_path))
     (file,) = (tmp_path / "records").iterdir()
     record = json.loads(file.read_text())
     file.write_text(json.dumps({**record, "judged": record["judged"][1:]}))
-    assert {scored.architecture for scored in architectures(run(tmp_path))} == {
-        scored.architecture for scored in complete
-    }
+    assert {entry.architecture for entry in architectures(run(tmp_path))} == {entry.architecture for entry in complete}
 
 
 def test_records_of_older_versions_are_read(small, tmp_path):
@@ -101,27 +99,26 @@ def test_proxies_are_means_over_repeats_and_accuracies_those_of_test_tasks(glyph
     architecture = random_architecture(torch.Generator().manual_seed(0))
     search = replace(SEARCH, cells=3, tasks=2, repeats=2)
     settings = replace(SETTINGS["quick"], search=search, test_tasks=20)
-    scored = score(ExperimentOptions("quick"), settings, architecture, run, images)
+    result = score(ExperimentOptions("quick"), settings, architecture, run, images)
     file = str(architecture.save(tmp_path / "architecture.json"))
     for proxy, kernel in {**KERNELS, "linear regions": "none"}.items():
         expected = score_model(file, images, replace(search, kernel=kernel)).mean.value
-        assert scored.proxies[proxy] == pytest.approx(expected, rel=1e-5)
+        assert result.proxies[proxy] == pytest.approx(expected, rel=1e-5)
     validation, test = (evaluate(run, images.tasks(split), tasks=20, seed=0) for split in ("validation", "test"))
-    assert scored.accuracy == test.mean != validation.mean
+    assert result.accuracy == test.mean != validation.mean
 
 
 def test_rows_contain_half_the_width_of_the_interval():
     generator = torch.Generator().manual_seed(0)
-    scored = tuple(
+    scored_architectures = tuple(
         ScoredArchitecture(random_architecture(generator), dict.fromkeys(PROXIES, float(index)), accuracy, 0.1, 1.0)
         for index, accuracy in enumerate((0.5, 0.4, 0.7, 0.6))
     )
-    rows = {
-        row.name: row
-        for row in nas_ranks.rows({"": RankRecord("", {}, MACHINE, 4.0, scored)}, ExperimentOptions("quick"))
-    }
+    record = RankRecord("", {}, MACHINE, 4.0, scored_architectures)
+    rows = {row.name: row for row in nas_ranks.rows({"": record}, ExperimentOptions("quick"))}
     resamples = SETTINGS["quick"].resamples
-    for proxy, interval in nas_ranks.correlations(scored, "Spearman", resamples=resamples, seed=0).items():
+    correlations = nas_ranks.correlations(scored_architectures, "Spearman", resamples=resamples, seed=0)
+    for proxy, interval in correlations.items():
         assert interval.low < interval.value < interval.high
         assert rows[f"{proxy}, Spearman"].ours == interval.value
         assert rows[f"{proxy}, Spearman"].ci95 == pytest.approx((interval.high - interval.low) / 2)

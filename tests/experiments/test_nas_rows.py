@@ -19,18 +19,18 @@ ARCHITECTURE = random_architecture(torch.Generator().manual_seed(0))
 SEARCH = SearchRecord("", {}, MACHINE, 90.0, ARCHITECTURE, 2_000_000, 5, 0)
 
 
-def trainings(variants: Iterable[SearchVariant], accuracy: float) -> dict[str, TrainingRecord]:
+def training_records(variants: Iterable[SearchVariant], accuracy: float) -> dict[str, TrainingRecord]:
     return {f"train-{label}": make_record(accuracy) for variant in variants for label in variant.seeds(OPTIONS)}
 
 
 @pytest.fixture
 def records() -> dict[str, Record]:
-    """Records of equal searches, and of trainings with 70 % accuracy for the MetaNTK and 60 % for all others."""
+    """Records of equal searches, and of training runs with 70 % accuracy for the MetaNTK and 60 % for all others."""
     ours = {
-        **trainings((METANTK, DEEP), 0.7),
+        **training_records((METANTK, DEEP), 0.7),
         **{f"train-maml-5-0-{recipe}": make_record(0.7) for recipe in ("longer", "muon")},
     }
-    others = {**trainings((NTK, REGIONS, RANDOM), 0.6), "train-resnet12-0": make_record(0.6)}
+    others = {**training_records((NTK, REGIONS, RANDOM), 0.6), "train-resnet12-0": make_record(0.6)}
     searches = {f"search-{label}": SEARCH for variant in (METANTK, DEEP) for label in variant.seeds(OPTIONS)}
     return {**searches, **ours, **others}
 
@@ -48,19 +48,19 @@ def test_accuracies_agree_within_their_interval_and_the_published_deviation(publ
 
 
 def test_gains_agree_if_they_are_positive_beyond_their_interval():
-    sides = [make_record(0.7), make_record(0.8)], [make_record(0.72)]
+    records = [make_record(0.7), make_record(0.8)], [make_record(0.72)]
     published = {1: (2.0, 0.1), 5: (3.0, 0.1)}, {1: (1.5, 0.1), 5: (1.0, 0.1)}
-    gains = gain_rows("x", sides, published, comparable=True)
-    losses = gain_rows("x", sides[::-1], published[::-1], comparable=True)
+    gains = gain_rows("x", records, published, comparable=True)
+    losses = gain_rows("x", records[::-1], published[::-1], comparable=True)
     assert [row.ours for row in gains] == pytest.approx([3, 3])
     assert [row.published for row in gains] == pytest.approx([0.5, 2])
     assert [(gain.agrees, loss.agrees) for gain, loss in zip(gains, losses)] == [(True, False)] * 2
     within_interval = gain_rows("x", ([make_record(0.7)], [make_record(0.71)]), published, comparable=True)
     assert [row.agrees for row in within_interval] == [None, None]
-    assert gain_rows("x", ([], sides[1]), published, comparable=True) == []
+    assert gain_rows("x", ([], records[1]), published, comparable=True) == []
 
 
-def test_the_interval_of_a_gain_combines_both_sides():
+def test_the_interval_of_a_gain_combines_the_intervals_of_both_accuracies():
     published = dict.fromkeys((1, 5), (1.0, 0.1))
     rows = gain_rows("x", ([make_record(0.7)], [make_record(0.6)]), (published, published), comparable=True)
     assert [row.ci95 for row in rows] == pytest.approx([2**0.5] * 2)  # 1 % each
@@ -73,11 +73,11 @@ def test_costs_are_in_millions_hours_and_minutes():
 
 @pytest.mark.parametrize(("table", "comparisons"), [(nas_table1, 2), (nas_table2, 3)])
 def test_gains_are_those_of_the_metantk(records, table, comparisons):
-    gains = [row.ours for row in table.rows(records, OPTIONS) if ", over " in row.name]
+    gains = [row.ours for row in table.rows(records, OPTIONS) if "accuracy gain" in row.name]
     assert gains == pytest.approx([10.0] * 2 * comparisons)
 
 
-def test_costs_stand_next_to_the_published_ones(records):
+def test_costs_are_compared_with_the_published_ones(records):
     published = {row.name: row.published for row in nas_table1.rows(records, OPTIONS)}
     for name, parameters in nas_table1.PARAMETERS.items():
         assert published[f"{name}, parameters"] == parameters

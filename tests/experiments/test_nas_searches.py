@@ -41,11 +41,12 @@ def test_an_interrupted_search_resumes_and_finds_the_same_cells(glyphs, monkeypa
     assert second.minutes > 0
 
 
-@pytest.mark.parametrize("data", [None, Path("nowhere")])
-def test_the_paper_scale_without_mini_imagenet_raises_an_error(tmp_path, data):
-    with pytest.raises(
-        InputError, match=rf"data is {data}, but the paper scale needs a folder that contains mini-imagenet. Use --data"
-    ):
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [(None, "no --data is passed"), (Path("nowhere"), "--data nowhere does not contain it")],
+)
+def test_the_paper_scale_without_mini_imagenet_raises_an_error(tmp_path, data, problem):
+    with pytest.raises(InputError, match=rf"the paper scale needs mini-imagenet, but {problem}. Pass the folder"):
         load_experiment("nas-fig2").run(ExperimentOptions("paper", out=tmp_path, data=data, progress=False))
 
 

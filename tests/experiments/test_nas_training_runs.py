@@ -26,7 +26,7 @@ EXPERIMENTS = ("nas-table1", "nas-table2", "nas-fig2")
 
 @pytest.fixture(scope="module")
 def out(glyphs, tmp_path_factory) -> Path:
-    """A folder with the records of all searches and trainings."""
+    """A folder with the records of all searches and training runs."""
     folder = tmp_path_factory.mktemp("nas")
     with pytest.MonkeyPatch.context() as patch:
         shrink_experiments(patch, glyphs)
@@ -92,15 +92,15 @@ def test_the_architectures_found_are_trained(image_sizes, out):
 
 def test_other_recipes_change_only_what_they_name(image_sizes, out):
     records = run("nas-table1", out).data
-    usual, longer = records["train-maml-5-0"], records["train-maml-5-0-longer"]
-    assert longer.plan == {**usual.plan, "iterations": 10}
-    assert (usual.iterations, longer.iterations) == (1, 10)
-    assert usual.plan["model_options"]["drop_rate"] == nas_searches.SETTINGS["quick"].drop_rate
+    default, longer = records["train-maml-5-0"], records["train-maml-5-0-longer"]
+    assert longer.plan == {**default.plan, "iterations": 10}
+    assert (default.iterations, longer.iterations) == (1, 10)
+    assert default.plan["model_options"]["drop_rate"] == nas_searches.SETTINGS["quick"].drop_rate
     assert "train-maml-5-1-longer" not in records
-    assert records["train-maml-5-0-muon"].plan == {**usual.plan, "optimizer": "muon", "lr": 0.2}
+    assert records["train-maml-5-0-muon"].plan == {**default.plan, "optimizer": "muon", "lr": 0.2}
 
 
-def test_only_selects_trainings_and_interrupted_ones_resume(image_sizes, tmp_path):
+def test_only_selects_training_runs_and_interrupted_ones_resume(image_sizes, tmp_path):
     table = rows("nas-table2", tmp_path, only=("search-regions-5-1",))
     assert {name.partition(", ")[0] for name in table} == {"regions alone"}
     assert [file.name for file in (tmp_path / "records").iterdir()] == ["nas-search-regions-5-1-quick.json"]
@@ -113,10 +113,13 @@ def test_only_selects_trainings_and_interrupted_ones_resume(image_sizes, tmp_pat
 @pytest.mark.parametrize(
     ("training", "message"),
     [
-        ("train-maml-5-0", r"train-maml-5-0 needs a search that is finished\. Add search-maml-5-0 to --only"),
+        (
+            "train-maml-5-0",
+            r"train-maml-5-0 needs search-maml-5-0, which is not finished\. Add search-maml-5-0 to --only",
+        ),
         (
             "train-maml-5-0-longer",
-            r"train-maml-5-0-longer needs a search that is finished\. Add search-maml-5-0 to --only",
+            r"train-maml-5-0-longer needs search-maml-5-0, which is not finished\. Add search-maml-5-0 to --only",
         ),
         ("train-ntk-5-0", "only is train-ntk-5-0, .* its parts are search-maml-5-0,"),
     ],
@@ -127,7 +130,7 @@ def test_training_without_its_search_raises_an_error(image_sizes, tmp_path, trai
 
 
 @pytest.mark.parametrize("variant", [METANTK, DEEP])
-def test_searches_use_the_variant_and_trainings_use_the_seed_of_the_search(image_sizes, tmp_path, variant):
+def test_searches_use_the_variant_and_training_runs_use_the_seed_of_the_search(image_sizes, tmp_path, variant):
     label = f"{variant.kernel}-{variant.cells}-1"
     records = run("nas-table1", tmp_path, only=(f"search-{label}", f"train-{label}")).data
     search, training = records[f"search-{label}"].plan, records[f"train-{label}"].plan

@@ -34,7 +34,7 @@ def small(monkeypatch, glyphs) -> None:
     monkeypatch.setitem(evaluations, "quick", replace(evaluations["quick"], tasks=4))
 
 
-def test_cases_are_trained_with_their_changes_and_students_with_their_teacher(small, tmp_path):
+def test_cases_are_trained_with_their_options_and_students_with_their_teacher(small, tmp_path):
     outcome = load_experiment("recipe").run(ExperimentOptions("quick", out=tmp_path, only=CASES, progress=False))
     assert set(outcome.data) == set(CASES)
     assert outcome.data["mixup"].plan["soft_targets"]["mixup"] == 0.2

@@ -15,7 +15,7 @@ from small_searches import make_record, small_images
 
 
 class EncodingTable:
-    """A replacement of `FeatureTable` whose scores encode the arguments of `evaluate`."""
+    """A replacement for `FeatureTable`. Its scores encode the arguments of `evaluate`."""
 
     @classmethod
     def of(cls, *_, **__) -> EncodingTable:
@@ -51,7 +51,7 @@ def test_the_selected_head_is_the_best_in_validation():
         SplitAccuracy("test", 5, 0.69, 0.01, 10, 1.0, TestTimeAugmentation(5, True)),
     )
     record = replace(make_record(0.5), name="mtl", scores=scores)
-    assert record.selected(5).mean == 0.61
+    assert record.selected_accuracy(5).mean == 0.61
     assert record.score("test", 5, penalty=0.1).mean == 0.60
     with pytest.raises(InputError, match="the record of mtl has no such score on the test split with 1 shots"):
-        record.selected(1)
+        record.selected_accuracy(1)

@@ -19,7 +19,7 @@ SMALL = {
 
 @pytest.fixture(scope="module")
 def outcomes():
-    """The outcomes of both experiments, with settings that take seconds."""
+    """The outcomes of both experiments with small settings."""
     with pytest.MonkeyPatch.context() as patch:
         for module, settings in SMALL.items():
             patch.setitem(module.SETTINGS, "quick", settings)
@@ -66,7 +66,7 @@ def test_losses_above_the_bound_and_changes_that_do_not_fall_disagree():
     first, second = metantk_thm1.loss_rows(measurements)
     assert (first.ours, first.agrees) == (pytest.approx(0.5), True)
     assert (second.ours, second.agrees) == (pytest.approx(0.75), False)
-    assert "11 of 20 losses of 2 trainings" in second.note
+    assert "11 of 20 losses of 2 training runs" in second.note
     measurements = Measurements({8: [constant, other], 16: [constant, other]}, bound=0.9, limit=0.6)
     exponents = [row for row in metantk_thm1.power_law_rows(measurements) if row.metric.startswith("exponent")]
     assert [row.agrees for row in exponents] == [False, False, None]

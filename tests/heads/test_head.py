@@ -14,7 +14,7 @@ from metabridge.learners.adapt import predict
 every_head = pytest.mark.parametrize("name", Head.registry)
 
 
-def points() -> tuple[torch.Tensor, torch.Tensor]:
+def separated_classes() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     y = torch.arange(4).repeat(2, 5)
     centers = 3 * torch.randn(2, 4, 6, generator=generator, dtype=torch.float64)
@@ -24,7 +24,7 @@ def points() -> tuple[torch.Tensor, torch.Tensor]:
 
 @every_head
 def test_a_head_created_by_name_classifies_separated_classes(name):
-    x, y = points()
+    x, y = separated_classes()
     head = create_head(name)
     assert head.normalize
     fitted = head.fit(x, y, 4)
@@ -35,7 +35,7 @@ def test_a_head_created_by_name_classifies_separated_classes(name):
 
 @every_head
 def test_a_larger_penalty_makes_the_weights_smaller(name):
-    x, y = points()
+    x, y = separated_classes()
     if Head.registry[name].default_penalty is None:
         with pytest.raises(InputError, match=rf"penalty is 2\.0, but the head '{name}' has no penalty"):
             create_head(name, 2.0)
@@ -54,11 +54,11 @@ def test_a_head_is_solved_for_the_tasks_of_a_trained_network(name):
 
 @every_head
 def test_a_head_declares_whether_it_is_calibrated_and_whether_it_fits_real_values(name):
-    kind = Head.registry[name]
-    assert isinstance(kind.calibrated, bool)
+    cls = Head.registry[name]
+    assert isinstance(cls.calibrated, bool)
     x = torch.randn(2, 6, 3)
     values = torch.randn(2, 6, 1)
-    if kind.supports_regression:
+    if cls.supports_regression:
         assert create_head(name).fit(x, values, 1).weight.shape == (2, 1, 3)
     else:
         with pytest.raises(InputError, match=r"labels is float32 of shape \(2, 6, 1\).*For real-valued targets, use"):

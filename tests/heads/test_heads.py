@@ -40,12 +40,12 @@ def gaussian_tasks(count: int, shots: list[int], features: int, *, spread: float
     x = torch.stack([mean[labels] for mean, labels in zip(means, y)])
     query = means.repeat(1, 3, 1) + 1.0
     x, query = (t + spread * torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in (x + 1.0, query))
-    # Multiples of 1/16, since libsvm stores its kernel matrix in float32, in which their products are exact.
+    # Multiples of 1/16, since libsvm stores its kernel matrix in float32, in which products of such numbers are exact.
     return Tasks((16 * x).round() / 16, y, query, ways)
 
 
-# 25 tasks of each kind: fewer and more points than features, one shot, unbalanced, separable and overlapping.
-KINDS = {
+# 25 tasks of each kind: fewer or more examples than features, one shot, unbalanced, separable or overlapping.
+TASKS = {
     "5-way 5-shot, wide": gaussian_tasks(25, [5] * 5, 64),
     "5-way 1-shot": gaussian_tasks(25, [1] * 5, 32),
     "5-way 8-shot, tall": gaussian_tasks(25, [8] * 5, 6, spread=2.0),
@@ -56,7 +56,7 @@ KINDS = {
     "3-way 4-shot, overlapping": gaussian_tasks(25, [4] * 3, 50, spread=5.0),
 }
 TWO_WAYS = gaussian_tasks(25, [3, 5], 12)
-kinds = pytest.mark.parametrize("tasks", KINDS.values(), ids=KINDS.keys())
+every_kind_of_tasks = pytest.mark.parametrize("tasks", TASKS.values(), ids=TASKS.keys())
 
 HEADS = [
     LogisticRegression(0.1),
@@ -82,12 +82,12 @@ def assert_same(ours: Tensor, theirs: Tensor, tolerance: float) -> None:
     scale = theirs.abs().amax((-2, -1), keepdim=True).clamp_min(1)
     assert ((ours - theirs) / scale).abs().max() < tolerance
     best, second = theirs.topk(2, -1).values.unbind(-1)
-    clear = best - second > 2 * tolerance * scale[..., 0]
-    assert clear.double().mean() > 0.99
-    assert (ours.argmax(-1) == theirs.argmax(-1))[clear].all()
+    is_clear = best - second > 2 * tolerance * scale[..., 0]
+    assert is_clear.double().mean() > 0.99
+    assert (ours.argmax(-1) == theirs.argmax(-1))[is_clear].all()
 
 
-@kinds
+@every_kind_of_tasks
 @pytest.mark.parametrize("penalty", [1e-4, 0.01, 0.33, 10.0])
 def test_logistic_regression_equals_that_of_scikit_learn(tasks, penalty):
     reference = linear_model.LogisticRegression(C=1 / penalty, solver="newton-cholesky", tol=1e-13, max_iter=1000)
@@ -107,7 +107,7 @@ def test_logistic_regression_with_two_classes_equals_that_of_scikit_learn_with_h
     torch.testing.assert_close(difference, sklearn_decisions(reference, TWO_WAYS), rtol=1e-5, atol=1e-5)
 
 
-@kinds
+@every_kind_of_tasks
 @pytest.mark.parametrize("C", [0.1, 1.0, 10.0])
 def test_the_squared_hinge_svm_equals_linear_svc(tasks, C):
     reference = svm.LinearSVC(C=C, tol=1e-9, max_iter=1_000_000, random_state=0)
@@ -115,7 +115,7 @@ def test_the_squared_hinge_svm_equals_linear_svc(tasks, C):
     assert_same(head.scores(tasks.query), sklearn_decisions(reference, tasks), 1e-5)
 
 
-@kinds
+@every_kind_of_tasks
 @pytest.mark.parametrize("C", [0.01, 1.0, 10.0])
 def test_the_hinge_svm_has_the_votes_and_confidences_of_svc(tasks, C):
     reference = svm.SVC(C=C, kernel="linear", tol=1e-9)
@@ -123,7 +123,7 @@ def test_the_hinge_svm_has_the_votes_and_confidences_of_svc(tasks, C):
     assert_same(head.scores(tasks.query), sklearn_decisions(reference, tasks), 1e-5)
 
 
-@kinds
+@every_kind_of_tasks
 @pytest.mark.parametrize("C", [0.01, 1.0, 10.0])
 def test_the_hinge_svm_has_the_pairwise_decisions_of_svc(tasks, C):
     reference = svm.SVC(C=C, kernel="linear", tol=1e-9, decision_function_shape="ovo")
@@ -139,7 +139,7 @@ def test_svms_with_two_classes_predict_as_scikit_learn(loss):
     assert (scores.argmax(-1) == sklearn_decisions(reference, TWO_WAYS, "predict")).all()
 
 
-@kinds
+@every_kind_of_tasks
 @pytest.mark.parametrize("penalty", [1e-4, 1.0, 100.0])
 def test_the_ridge_classifier_equals_ridge_of_scikit_learn(tasks, penalty):
     targets = torch.nn.functional.one_hot(tasks.y, tasks.ways).double()
@@ -153,7 +153,7 @@ def test_the_ridge_classifier_equals_ridge_of_scikit_learn(tasks, penalty):
 @pytest.mark.parametrize("penalty", [1e-4, 1.0, 100.0])
 @pytest.mark.parametrize("offset", [0.0, 30.0])
 def test_the_ridge_classifier_is_accurate_in_float32_with_small_penalties_and_large_means(penalty, offset):
-    tasks = KINDS["5-way 5-shot, wide"]
+    tasks = TASKS["5-way 5-shot, wide"]
     x, query = tasks.x + offset, (16 * (tasks.query + offset)).round() / 16
     exact = RidgeClassifier(penalty).fit(x, tasks.y, tasks.ways).scores(query)
     single = RidgeClassifier(penalty).fit(x.float(), tasks.y, tasks.ways).scores(query.float())
@@ -164,12 +164,12 @@ def test_the_ridge_classifier_is_accurate_in_float32_with_small_penalties_and_la
 def test_heads_of_many_tasks_equal_those_of_single_tasks(head):
     tasks = gaussian_tasks(200, [5, 3, 4], 300)
     batched = head.fit(tasks.x, tasks.y, tasks.ways).scores(tasks.query)
-    for few in (slice(0, 3), slice(99, 102), slice(197, 200)):
-        single = head.fit(tasks.x[few], tasks.y[few], tasks.ways).scores(tasks.query[few])
-        torch.testing.assert_close(single, batched[few])
+    for subset in (slice(0, 3), slice(99, 102), slice(197, 200)):
+        single = head.fit(tasks.x[subset], tasks.y[subset], tasks.ways).scores(tasks.query[subset])
+        torch.testing.assert_close(single, batched[subset])
 
 
-@kinds
+@every_kind_of_tasks
 def test_nearest_centroid_predicts_the_nearest_class_mean(tasks):
     head = NearestCentroid().fit(tasks.x, tasks.y, tasks.ways)
     theirs = sklearn_decisions(neighbors.NearestCentroid(), tasks, "predict")
@@ -182,20 +182,20 @@ def test_nearest_centroid_predicts_the_nearest_class_mean(tasks):
 
 @every_head
 def test_heads_that_normalize_ignore_the_length_of_features(head):
-    tasks = KINDS["5-way 5-shot, wide"]
+    tasks = TASKS["5-way 5-shot, wide"]
     fitted = head.fit(tasks.x, tasks.y, tasks.ways)
-    stretched = head.fit(3 * tasks.x, tasks.y, tasks.ways)
-    unit = type(head)(**{**vars(head), "normalize": False}).fit(
-        torch.nn.functional.normalize(tasks.x, dim=-1), tasks.y, tasks.ways
-    )
+    fitted_to_scaled_features = head.fit(3 * tasks.x, tasks.y, tasks.ways)
+    unit_x, unit_query = (torch.nn.functional.normalize(tensor, dim=-1) for tensor in (tasks.x, tasks.query))
+    unnormalized_head = type(head)(**{**vars(head), "normalize": False})
+    fitted_to_unit_features = unnormalized_head.fit(unit_x, tasks.y, tasks.ways)
     scores = fitted.scores(tasks.query)
-    torch.testing.assert_close(stretched.scores(5 * tasks.query), scores)
-    torch.testing.assert_close(unit.scores(torch.nn.functional.normalize(tasks.query, dim=-1)), scores)
+    torch.testing.assert_close(fitted_to_scaled_features.scores(5 * tasks.query), scores)
+    torch.testing.assert_close(fitted_to_unit_features.scores(unit_query), scores)
 
 
 @every_head
 def test_heads_in_float32_score_as_in_float64(head):
-    tasks = KINDS["4-way unbalanced"]
+    tasks = TASKS["4-way unbalanced"]
     exact = head.fit(tasks.x, tasks.y, tasks.ways).scores(tasks.query)
     single = head.fit(tasks.x.float(), tasks.y, tasks.ways).scores(tasks.query.float())
     assert single.dtype == torch.float32
@@ -204,7 +204,7 @@ def test_heads_in_float32_score_as_in_float64(head):
 
 @every_head
 def test_task_axes_may_have_any_shape(head):
-    tasks = KINDS["5-way 1-shot"]
+    tasks = TASKS["5-way 1-shot"]
     folded = head.fit(tasks.x.unflatten(0, (5, 5)), tasks.y.unflatten(0, (5, 5)), tasks.ways)
     scores = head.fit(tasks.x, tasks.y, tasks.ways).scores(tasks.query)
     torch.testing.assert_close(folded.scores(tasks.query.unflatten(0, (5, 5))), scores.unflatten(0, (5, 5)))
@@ -212,7 +212,7 @@ def test_task_axes_may_have_any_shape(head):
 
 @every_head
 def test_heads_of_duplicate_points_are_finite(head):
-    tasks = KINDS["5-way 5-shot, wide"]
+    tasks = TASKS["5-way 5-shot, wide"]
     x = tasks.x[:, :1].expand_as(tasks.x)
     assert head.fit(x, tasks.y, tasks.ways).scores(x).isfinite().all()
 
@@ -260,7 +260,7 @@ def test_classifiers_reject_real_targets(head):
         head.fit(torch.randn(2, 4, 3), torch.randn(2, 4, 1), 1)
 
 
-def test_settings_out_of_range_raise_errors():
+def test_options_out_of_range_raise_errors():
     for make in (lambda: LogisticRegression(0.0), lambda: SVM(-1.0), lambda: RidgeClassifier(float("nan"))):
         with pytest.raises(InputError, match="must be a positive number"):
             make()
@@ -276,9 +276,9 @@ def test_a_pairwise_head_counts_votes():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @every_head
 def test_heads_score_on_a_gpu_as_on_the_cpu(head):
-    tasks = KINDS["4-way unbalanced"]
-    there = head.fit(tasks.x.cuda(), tasks.y.cuda(), tasks.ways).scores(tasks.query.cuda())
-    torch.testing.assert_close(there.cpu(), head.fit(tasks.x, tasks.y, tasks.ways).scores(tasks.query))
+    tasks = TASKS["4-way unbalanced"]
+    gpu_scores = head.fit(tasks.x.cuda(), tasks.y.cuda(), tasks.ways).scores(tasks.query.cuda())
+    torch.testing.assert_close(gpu_scores.cpu(), head.fit(tasks.x, tasks.y, tasks.ways).scores(tasks.query))
 
 
 @pytest.mark.parametrize(
@@ -307,9 +307,9 @@ def test_a_hinge_svm_that_is_not_solved_logs_one_warning(monkeypatch, caplog):
 
 def test_a_head_warns_if_its_objective_is_more_than_1e_5_above_the_minimum(monkeypatch, caplog):
     tasks, minimize = gaussian_tasks(2, [3, 3], 4), newton.minimize
-    for missing, warnings in ((0.9e-5, 0), (1.1e-5, 1)):
-        gap = torch.tensor([[0.0], [missing]])
-        monkeypatch.setattr(newton, "minimize", lambda *args: (minimize(*args)[0], gap))  # noqa: B023
+    for suboptimality, warnings in ((0.9e-5, 0), (1.1e-5, 1)):
+        suboptimalities = torch.tensor([[0.0], [suboptimality]])
+        monkeypatch.setattr(newton, "minimize", lambda *args: (minimize(*args)[0], suboptimalities))  # noqa: B023
         LogisticRegression().fit(tasks.x, tasks.y, tasks.ways)
         assert len(caplog.records) == warnings
 
@@ -339,18 +339,19 @@ def test_heads_of_points_far_from_zero_are_accurate_in_float32(head):
 
 
 class Transformation(NamedTuple):
-    """A transformation of features: a scale, an offset, and the distance between near-duplicates."""
+    """A transformation of features: a scale, an offset, and the relative distance between near-duplicates."""
 
     scale: float = 1.0
     offset: float = 0.0
-    near: float | None = None
+    duplicate_distance: float | None = None
 
     def tasks(self, shots: list[int], features: int) -> Tasks:
         tasks = gaussian_tasks(2, shots, features, spread=2.0)
         x = tasks.x.clone()
-        if self.near is not None:  # every second point is a near-duplicate of the point before, in any class
-            x[:, 1::2] = x[:, : 2 * (x.shape[1] // 2) : 2] + self.near * x[:, 1::2]
-        x, query = (self.scale * (part + self.offset) for part in (x, tasks.query))
+        if self.duplicate_distance is not None:
+            # Every second point becomes a near-duplicate of the point before it, whatever their classes.
+            x[:, 1::2] = x[:, : 2 * (x.shape[1] // 2) : 2] + self.duplicate_distance * x[:, 1::2]
+        x, query = (self.scale * (tensor + self.offset) for tensor in (x, tasks.query))
         return tasks._replace(x=x, query=query)
 
 
@@ -360,7 +361,7 @@ TRANSFORMATIONS = {
     "large": Transformation(1e2),
     "very large": Transformation(1e6),
     "far from zero": Transformation(offset=1e3),
-    "near-duplicate points": Transformation(near=1e-6),
+    "near-duplicate points": Transformation(duplicate_distance=1e-6),
 }
 SHAPES = {
     "5-way 5-shot, wide": ([5] * 5, 64),
@@ -369,16 +370,16 @@ SHAPES = {
     "2-way 20-shot, tall": ([20] * 2, 8),
     "12-way 2-shot": ([2] * 12, 18),
 }
-raw_features = pytest.mark.parametrize("raw", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS.keys())
-shapes = pytest.mark.parametrize(("shots", "d"), SHAPES.values(), ids=SHAPES.keys())
+every_transformation = pytest.mark.parametrize("transformation", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS.keys())
+every_shape = pytest.mark.parametrize(("shots", "d"), SHAPES.values(), ids=SHAPES.keys())
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 STRENGTHS = (1e-4, 1.0, 1e4)
 
 
-def assert_scores(ours: Tensor, theirs: np.ndarray, raw: Transformation, dtype: torch.dtype) -> None:
+def assert_scores(ours: Tensor, theirs: np.ndarray, transformation: Transformation, dtype: torch.dtype) -> None:
     """Assert that scores agree to 1e-4, or to 1e-3 for float32 features far from 0."""
-    far = 1e-3 if raw.offset and dtype == torch.float32 else 1e-4
-    assert np.abs(ours.double().numpy() - theirs).max() < far * max(1.0, np.abs(theirs).max())
+    tolerance = 1e-3 if transformation.offset and dtype == torch.float32 else 1e-4
+    assert np.abs(ours.double().numpy() - theirs).max() < tolerance * max(1.0, np.abs(theirs).max())
 
 
 def test_a_squared_hinge_svm_warns_if_rounding_moves_it_from_its_minimum(caplog):
@@ -388,11 +389,11 @@ def test_a_squared_hinge_svm_warns_if_rounding_moves_it_from_its_minimum(caplog)
         assert len(caplog.records) == warnings
 
 
-@raw_features
-@shapes
+@every_transformation
+@every_shape
 @both_dtypes
-def test_the_ridge_classifier_of_raw_features_equals_the_solution_by_singular_values(raw, shots, d, dtype, caplog):
-    x, y, query, ways = raw.tasks(shots, d)
+def test_the_ridge_classifier_of_raw_features_equals_the_solution_by_svd(transformation, shots, d, dtype, caplog):
+    x, y, query, ways = transformation.tasks(shots, d)
     x, query = x.to(dtype), query.to(dtype)
     for penalty in STRENGTHS:
         scores = RidgeClassifier(penalty).fit(x, y, ways).scores(query)
@@ -400,57 +401,58 @@ def test_the_ridge_classifier_of_raw_features_equals_the_solution_by_singular_va
             mean, targets = points.mean(0), np.eye(ways)[labels]
             left, values, right = np.linalg.svd(points - mean, full_matrices=False)
             weight = right.T * (values / (values**2 + penalty)) @ left.T @ (targets - targets.mean(0))
-            assert_scores(ours, (queries - mean) @ weight + targets.mean(0), raw, dtype)
+            assert_scores(ours, (queries - mean) @ weight + targets.mean(0), transformation, dtype)
     assert not caplog.records
 
 
-@raw_features
-@shapes
+@every_transformation
+@every_shape
 @both_dtypes
-def test_the_hinge_svm_of_raw_features_equals_svc_of_standardized_ones(raw, shots, d, dtype, caplog):
-    x, y, query, ways = raw.tasks(shots, d)
+def test_the_hinge_svm_of_raw_features_equals_svc_of_standardized_ones(transformation, shots, d, dtype, caplog):
+    x, y, query, ways = transformation.tasks(shots, d)
     x, query = x.to(dtype), query.to(dtype)
     tall = x.shape[-2] > d
     for C in STRENGTHS:
-        if tall and C * raw.scale**2 > 1e9:
+        if tall and C * transformation.scale**2 > 1e9:
             continue  # with overlapping classes, coefficients as large as C cancel; the head warns
         head = SVM(C, "hinge", normalize=False).fit(x, y, ways)
         points, queries, labels = x[0].double().numpy(), query[0].double().numpy(), y[0].numpy()
         mean, size = points.mean(0), np.abs(points - points.mean(0)).max()
         reference = svm.SVC(C=C * size**2, kernel="linear", tol=1e-9, decision_function_shape="ovo", max_iter=10**6)
         theirs = reference.fit((points - mean) / size, labels).decision_function((queries - mean) / size)
-        if (reference.n_iter_ >= 10**6).any() or (raw.near and C * size**2 > 1):
+        if (reference.n_iter_ >= 10**6).any() or (transformation.duplicate_distance and C * size**2 > 1):
             continue  # libsvm's float32 kernel does not resolve near-duplicates
         ours = LinearHead(*head).scores(query)[0] * (-1 if ways == 2 else 1)
-        assert_scores(ours.squeeze(-1), theirs, raw, dtype)
+        assert_scores(ours.squeeze(-1), theirs, transformation, dtype)
     assert not caplog.records
 
 
-def nonnegative_dual(points: np.ndarray, sign: np.ndarray, C: float, queries: np.ndarray) -> np.ndarray:
-    """Return the decisions of the squared hinge with a penalized bias, by non-negative least squares."""
-    points, queries = (np.c_[part, np.ones(len(part))] for part in (points, queries))
+def squared_hinge_decisions(points: np.ndarray, sign: np.ndarray, C: float, queries: np.ndarray) -> np.ndarray:
+    """Return the decision values of a squared-hinge SVM, whose dual is solved by non-negative least squares."""
+    points, queries = (np.c_[array, np.ones(len(array))] for array in (points, queries))
     size = np.abs(points).max()
-    soft = np.sqrt(2 * C) * size
-    system = np.r_[(points * sign[:, None]).T / size, np.eye(len(points)) / soft]
-    alpha, _ = optimize.nnls(system, np.r_[np.zeros(points.shape[1]), np.full(len(points), soft)], maxiter=10_000)
+    slack_scale = np.sqrt(2 * C) * size
+    system = np.r_[(points * sign[:, None]).T / size, np.eye(len(points)) / slack_scale]
+    target = np.r_[np.zeros(points.shape[1]), np.full(len(points), slack_scale)]
+    alpha, _ = optimize.nnls(system, target, maxiter=10_000)
     return queries @ (points.T @ (sign * alpha)) / size**2
 
 
-@raw_features
-@shapes
+@every_transformation
+@every_shape
 @both_dtypes
-def test_the_squared_hinge_svm_of_raw_features_solves_its_dual(raw, shots, d, dtype, caplog):
-    x, y, query, ways = raw.tasks(shots, d)
+def test_the_squared_hinge_svm_of_raw_features_solves_its_dual(transformation, shots, d, dtype, caplog):
+    x, y, query, ways = transformation.tasks(shots, d)
     x, query = x.to(dtype), query.to(dtype)
     tall = x.shape[-2] > d
     for C in STRENGTHS:
         scores = SVM(C, normalize=False).fit(x, y, ways).scores(query)
-        if tall and C * max(raw.scale, raw.offset) ** 2 > 1e6:
+        if tall and C * max(transformation.scale, transformation.offset) ** 2 > 1e6:
             continue  # coefficients of near-duplicates, as large as C, cancel
         for output in range(2):
             sign = np.where(y[0].numpy() == output, 1.0, -1.0)
-            theirs = nonnegative_dual(x[0].double().numpy(), sign, C, query[0].double().numpy())
-            assert_scores(scores[0, :, output], theirs, raw, dtype)
+            theirs = squared_hinge_decisions(x[0].double().numpy(), sign, C, query[0].double().numpy())
+            assert_scores(scores[0, :, output], theirs, transformation, dtype)
     assert not caplog.records
 
 
@@ -463,18 +465,18 @@ def test_the_squared_hinge_svm_of_overlapping_classes_does_not_depend_on_the_sca
     assert not caplog.records
 
 
-@raw_features
-@shapes
+@every_transformation
+@every_shape
 @both_dtypes
-def test_logistic_regression_of_raw_features_is_stationary(raw, shots, d, dtype, caplog):
-    x, y, query, ways = raw.tasks(shots, d)
+def test_logistic_regression_of_raw_features_is_stationary(transformation, shots, d, dtype, caplog):
+    x, y, query, ways = transformation.tasks(shots, d)
     x, query = x.to(dtype), query.to(dtype)
     for penalty in (*STRENGTHS, 1e-8):
         head = LogisticRegression(penalty, normalize=False)
         scores = head.fit(x, y, ways).scores(query)
         fitted = head.fit(x.double(), y, ways)
-        assert_scores(scores, fitted.scores(query.double()).numpy(), raw, dtype)
-        if penalty < 1e-4 * raw.scale**2 / 1e2:
+        assert_scores(scores, fitted.scores(query.double()).numpy(), transformation, dtype)
+        if penalty < 1e-4 * transformation.scale**2 / 1e2:
             continue  # probabilities too close to 1 for the derivative below
         points = x.double() - x.double().mean(-2, keepdim=True)
         error = fitted.scores(x.double()).softmax(-1) - torch.nn.functional.one_hot(y, ways)
@@ -483,16 +485,16 @@ def test_logistic_regression_of_raw_features_is_stationary(raw, shots, d, dtype,
     assert not caplog.records
 
 
-@raw_features
-@shapes
-def test_nearest_centroid_of_raw_features_is_accurate_in_float32(raw, shots, d):
-    x, y, query, ways = raw.tasks(shots, d)
+@every_transformation
+@every_shape
+def test_nearest_centroid_of_raw_features_is_accurate_in_float32(transformation, shots, d):
+    x, y, query, ways = transformation.tasks(shots, d)
     scores = NearestCentroid().fit(x.float(), y, ways).scores(query.float())
-    members = torch.nn.functional.one_hot(y, ways).double()
-    distance = torch.cdist(query, (members / members.sum(-2, keepdim=True)).mT @ x) / raw.scale
+    one_hot_labels = torch.nn.functional.one_hot(y, ways).double()
+    distance = torch.cdist(query, (one_hot_labels / one_hot_labels.sum(-2, keepdim=True)).mT @ x) / transformation.scale
     nearest = distance.topk(2, -1, largest=False).values
-    clear = nearest[..., 1] - nearest[..., 0] > 1e-2
-    assert (scores.argmax(-1) == distance.argmin(-1))[clear].all()
+    is_clear = nearest[..., 1] - nearest[..., 0] > 1e-2
+    assert (scores.argmax(-1) == distance.argmin(-1))[is_clear].all()
 
 
 def test_the_hinge_svm_of_duplicate_points_is_at_its_minimum():
@@ -509,9 +511,9 @@ def test_the_hinge_svm_of_duplicate_points_is_at_its_minimum():
 
     for task in range(count):
         for pair, (i, j) in enumerate([(0, 1), (0, 2), (1, 2)]):
-            members = (y == i) | (y == j)
-            points, sign = x[task][members].numpy(), np.where(y[members] == i, 1.0, -1.0)
+            in_pair = (y == i) | (y == j)
+            points, sign = x[task][in_pair].numpy(), np.where(y[in_pair] == i, 1.0, -1.0)
             reference = svm.SVC(kernel="linear", C=1.0, tol=1e-9).fit(points, sign)
-            least = objective(reference.coef_[0], reference.intercept_[0], points, sign)
+            minimum = objective(reference.coef_[0], reference.intercept_[0], points, sign)
             ours = objective(head.weight[task, pair].numpy(), head.bias[task, pair].numpy(), points, sign)
-            assert ours <= least * (1 + 1e-5)
+            assert ours <= minimum * (1 + 1e-5)

@@ -26,40 +26,40 @@ def test_classes_may_have_different_sizes_in_one_batch():
         torch.testing.assert_close(single[:2], (coefficient[task : task + 1], bias[task : task + 1]))
 
 
-def machines(n: int, d: int, *, shift: float = 1.0, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return points of three classes in steps of 1/16, so that libsvm's kernel matrix in float32 is exact."""
+def svm_tasks(n: int, d: int, *, shift: float = 1.0, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Return tasks with three classes. Features are multiples of 1/16, so that libsvm's float32 kernel is exact."""
     labels = torch.arange(n).expand(20, n) % 3
     x = points(20, n, d, seed=seed) + shift * points(20, 3, d, seed=seed + 1)[:, labels[0]]
     return (16 * x).round() / 16, labels
 
 
-def unequal(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Move all points but two, different in every task, to class 0."""
+def with_two_small_classes(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the points with new labels: in each task, all points but two belong to class 0."""
     new_labels = torch.zeros_like(labels)
     for task, row in enumerate(new_labels):
         row[task % labels.shape[-1]], row[(task + 4) % labels.shape[-1]] = 1, 2
     return x, new_labels
 
 
-def doubled(x: Tensor, labels: Tensor, shift: int) -> tuple[Tensor, Tensor]:
-    """Repeat every point, in its class or `shift` classes further."""
+def with_duplicates(x: Tensor, labels: Tensor, shift: int) -> tuple[Tensor, Tensor]:
+    """Repeat every point, with its label or, if `shift` is not 0, with another label."""
     return x.repeat(1, 2, 1), torch.cat([labels, (labels + shift) % 3], -1)
 
 
-MACHINES = {
-    "separable": machines(15, 40),
-    "one shot": machines(3, 8),
-    "no difference between classes": machines(15, 40, shift=0.0),
-    # With seed 0, one machine has free points only in libsvm, by rounding; otherwise its bias is not unique.
-    "overlapping": machines(18, 3, seed=2),
-    "unequal classes": unequal(*machines(12, 30)),
-    "unequal and overlapping": unequal(*machines(16, 4)),
-    "the same point twice in a class": doubled(*machines(9, 24), shift=0),
-    "the same point in two classes": doubled(*machines(9, 24), shift=1),
+TASKS = {
+    "separable": svm_tasks(15, 40),
+    "one shot": svm_tasks(3, 8),
+    "no difference between classes": svm_tasks(15, 40, shift=0.0),
+    # With seed 0, the bias of one SVM is not unique; libsvm has free points there only because of rounding errors.
+    "overlapping": svm_tasks(18, 3, seed=2),
+    "unequal classes": with_two_small_classes(*svm_tasks(12, 30)),
+    "unequal and overlapping": with_two_small_classes(*svm_tasks(16, 4)),
+    "the same point twice in a class": with_duplicates(*svm_tasks(9, 24), shift=0),
+    "the same point in two classes": with_duplicates(*svm_tasks(9, 24), shift=1),
 }
 
 
-every_machine = pytest.mark.parametrize(("x", "labels"), MACHINES.values(), ids=MACHINES.keys())
+every_kind_of_tasks = pytest.mark.parametrize(("x", "labels"), TASKS.values(), ids=TASKS.keys())
 
 
 def decisions(x: Tensor, labels: Tensor, C: float, query: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def decisions(x: Tensor, labels: Tensor, C: float, query: Tensor) -> Tensor:
     return query @ (coefficient @ x).mT + bias[:, None]
 
 
-@every_machine
+@every_kind_of_tasks
 @pytest.mark.parametrize("C", [0.001, 0.05, 1.0, 100.0])
 def test_pairwise_svms_decide_as_svc_and_as_the_interior_point_method(x, labels, C, monkeypatch):
     query = points(20, 30, x.shape[-1], seed=9)
@@ -82,11 +82,11 @@ def test_pairwise_svms_decide_as_svc_and_as_the_interior_point_method(x, labels,
 @pytest.mark.parametrize("C", [0.001, 0.05, 1.0, 100.0])
 def test_pairwise_svms_of_few_points_in_many_features_need_no_interior_point_method(C, monkeypatch):
     monkeypatch.setattr(svm_duals, "solve_qp", None)
-    x, labels = machines(15, 200)
+    x, labels = svm_tasks(15, 200)
     assert decisions(x, labels, C, x).isfinite().all()
 
 
-def test_a_point_at_its_bound_does_not_count_for_the_bias():
+def test_the_bias_does_not_depend_on_points_at_their_bounds():
     x = torch.tensor([[[0.0], [1.0], [10.0], [11.0]]], dtype=torch.float64)
     labels = torch.tensor([[0, 1, 0, 1]])
     _, bias, _ = one_vs_one(x @ x.mT, labels, 2, 0.01)

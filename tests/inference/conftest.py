@@ -41,8 +41,8 @@ def anil(glyphs: LabeledImages, tmp_path_factory: pytest.TempPathFactory) -> Pat
 def folders(glyphs: LabeledImages, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder whose subfolders `support` and `query` contain class folders of PNG files."""
     root = tmp_path_factory.mktemp("images")
-    test = glyphs.splits["test"].tolist()
-    for number, label in enumerate(test[:: len(test) // WAYS][:WAYS]):
+    test_classes = glyphs.splits["test"].tolist()
+    for number, label in enumerate(test_classes[:: len(test_classes) // WAYS][:WAYS]):
         images = glyphs.images[glyphs.labels == label, 0].numpy()
         for index, image in enumerate(images[: SHOTS + QUERIES]):
             folder = root / ("support" if index < SHOTS else "query") / f"character {number}"

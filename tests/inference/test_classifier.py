@@ -27,7 +27,7 @@ HEADS = list(Head.registry)
 
 
 @pytest.fixture
-def fitted(run, support):
+def fitted_classifier(run, support):
     return FewShotClassifier(run).fit(*support)
 
 
@@ -39,21 +39,21 @@ def test_new_characters_are_classified_from_files(run, support, query, head):
 
 
 def test_paths_pillow_images_and_arrays_give_equal_predictions(run, support, query):
-    def input_types(files):
-        pictures = [Image.open(file) for file in files]
-        arrays = [np.asarray(picture) for picture in pictures]
+    def as_all_input_types(files):
+        pillow_images = [Image.open(file) for file in files]
+        arrays = [np.asarray(image) for image in pillow_images]
         stack = np.stack(arrays)
         floats = stack / 255
         colors = [np.repeat(array[..., None], 3, axis=2) for array in arrays]
         texts = [str(file) for file in files]
-        return [files, texts, np.array(texts), pictures, arrays, stack, stack[..., None], floats, colors]
+        return [files, texts, np.array(texts), pillow_images, arrays, stack, stack[..., None], floats, colors]
 
     expected = FewShotClassifier(run).fit(*support).predict_proba(query[0])
-    for images, queries in zip(input_types(support[0]), input_types(query[0])):
+    for images, queries in zip(as_all_input_types(support[0]), as_all_input_types(query[0])):
         np.testing.assert_array_equal(FewShotClassifier(run).fit(images, support[1]).predict_proba(queries), expected)
 
 
-def test_predictions_equal_those_of_metabridge_adapt(run, support, query, fitted):
+def test_predictions_equal_those_of_metabridge_adapt(run, support, query, fitted_classifier):
     model = mb.load(run)
     x, queries = (
         torch.from_numpy(np.stack([np.asarray(Image.open(file)) for file in files])[:, None]).float() / 255
@@ -61,15 +61,16 @@ def test_predictions_equal_those_of_metabridge_adapt(run, support, query, fitted
     )
     labels = torch.from_numpy(np.unique(support[1], return_inverse=True)[1])
     outputs = mb.adapt(model.method, model.net, model.params, x, labels)(queries)
-    np.testing.assert_allclose(fitted.decision_function(query[0]), outputs, atol=1e-5)
+    np.testing.assert_allclose(fitted_classifier.decision_function(query[0]), outputs, atol=1e-5)
 
 
-def test_probabilities_sum_to_one_in_the_order_of_the_classes(fitted, support, query):
-    probabilities = fitted.predict_proba(query[0])
-    assert fitted.classes_.tolist() == sorted(set(support[1]))
-    assert probabilities.shape == (len(query[0]), len(fitted.classes_))
+def test_probabilities_sum_to_one_in_the_order_of_the_classes(fitted_classifier, support, query):
+    probabilities = fitted_classifier.predict_proba(query[0])
+    assert fitted_classifier.classes_.tolist() == sorted(set(support[1]))
+    assert probabilities.shape == (len(query[0]), len(fitted_classifier.classes_))
     np.testing.assert_allclose(probabilities.sum(1), 1)
-    np.testing.assert_array_equal(fitted.classes_[probabilities.argmax(1)], fitted.predict(query[0]))
+    predictions = fitted_classifier.classes_[probabilities.argmax(1)]
+    np.testing.assert_array_equal(predictions, fitted_classifier.predict(query[0]))
 
 
 def test_labels_may_be_numbers(run, support, query):
@@ -88,12 +89,12 @@ def test_with_two_classes_a_positive_decision_predicts_the_second(run, support, 
     np.testing.assert_array_equal(classifier.classes_[(decisions > 0).astype(int)], classifier.predict(query[0]))
 
 
-def test_images_are_predicted_independently_with_running_statistics(fitted, query, monkeypatch):
-    together = fitted.predict_proba(query[0])
-    one_by_one = np.concatenate([fitted.predict_proba([file]) for file in query[0]])
+def test_images_are_predicted_independently_with_running_statistics(fitted_classifier, query, monkeypatch):
+    together = fitted_classifier.predict_proba(query[0])
+    one_by_one = np.concatenate([fitted_classifier.predict_proba([file]) for file in query[0]])
     monkeypatch.setattr("metabridge.inference.classifier.CHUNK_SIZE", 5)
     np.testing.assert_allclose(one_by_one, together, atol=1e-5)
-    np.testing.assert_allclose(fitted.predict_proba(query[0]), together, atol=1e-5)
+    np.testing.assert_allclose(fitted_classifier.predict_proba(query[0]), together, atol=1e-5)
 
 
 def test_batch_statistics_predict_images_together_with_a_warning(anil, support, query):
@@ -102,8 +103,8 @@ def test_batch_statistics_predict_images_together_with_a_warning(anil, support, 
         together = classifier.predict_proba(query[0])
     assert (classifier.classes_[together.argmax(1)] == query[1]).mean() > 0.5
     with pytest.warns(UserWarning, match="a single image is normalized with its own statistics"):
-        alone = classifier.predict_proba(query[0][:1])
-    assert not np.allclose(alone, together[:1], atol=1e-3)
+        single = classifier.predict_proba(query[0][:1])
+    assert not np.allclose(single, together[:1], atol=1e-3)
 
 
 def test_batch_statistics_never_split_a_call_into_chunks(anil, support, query, monkeypatch):
@@ -112,23 +113,24 @@ def test_batch_statistics_never_split_a_call_into_chunks(anil, support, query, m
         together = classifier.decision_function(query[0])
     monkeypatch.setattr("metabridge.inference.classifier.CHUNK_SIZE", 5)
     with pytest.warns(UserWarning, match="depends on the other images of the call"):
-        again = classifier.decision_function(query[0])
-    np.testing.assert_array_equal(again, together)
+        with_small_chunks = classifier.decision_function(query[0])
+    np.testing.assert_array_equal(with_small_chunks, together)
 
 
-def test_images_of_any_size_and_mode_are_converted_to_those_of_the_run(fitted, query, tmp_path):
+def test_images_of_any_size_and_mode_are_converted_to_those_of_the_run(fitted_classifier, query, tmp_path):
     file = tmp_path / "large.png"
     Image.open(query[0][0]).resize((140, 140), Image.Resampling.NEAREST).convert("RGB").save(file)
-    np.testing.assert_allclose(fitted.predict_proba([file]), fitted.predict_proba(query[0][:1]), atol=0.1)
+    expected = fitted_classifier.predict_proba(query[0][:1])
+    np.testing.assert_allclose(fitted_classifier.predict_proba([file]), expected, atol=0.1)
 
 
 def test_dark_ink_is_inverted_for_a_run_that_was_trained_on_inverted_images(run, support, query):
     model = mb.load(run)
     settings = model.settings | {"tasks": {"data": {"name": "omniglot:data/omniglot"}}}
     classifier = FewShotClassifier(replace(model, settings=settings))
-    dark = [[255 - np.asarray(Image.open(file)) for file in files] for files in (support[0], query[0])]
+    inverted = [[255 - np.asarray(Image.open(file)) for file in files] for files in (support[0], query[0])]
     expected = FewShotClassifier(run).fit(*support).predict_proba(query[0])
-    np.testing.assert_array_equal(classifier.fit(dark[0], support[1]).predict_proba(dark[1]), expected)
+    np.testing.assert_array_equal(classifier.fit(inverted[0], support[1]).predict_proba(inverted[1]), expected)
 
 
 def test_it_is_a_scikit_learn_estimator(run, support, query):
@@ -140,24 +142,24 @@ def test_it_is_a_scikit_learn_estimator(run, support, query):
     assert clone(classifier).head == "centroid"
     with pytest.raises(NotFittedError):
         clone(classifier).predict(query[0])
-    copied = pickle.loads(pickle.dumps(classifier))
-    np.testing.assert_array_equal(copied.predict(query[0]), classifier.predict(query[0]))
+    unpickled = pickle.loads(pickle.dumps(classifier))
+    np.testing.assert_array_equal(unpickled.predict(query[0]), classifier.predict(query[0]))
 
 
 def test_it_is_cross_validated_and_works_in_a_pipeline(run, query):
     arrays = np.stack([np.asarray(Image.open(file)) for file in query[0]])
     assert cross_val_score(FewShotClassifier(run), *query, cv=3).mean() > 0.7
-    inverted = make_pipeline(FunctionTransformer(lambda images: 255 - images), FewShotClassifier(run))
-    assert cross_val_score(inverted, 255 - arrays, query[1], cv=3).mean() > 0.7
+    pipeline = make_pipeline(FunctionTransformer(lambda images: 255 - images), FewShotClassifier(run))
+    assert cross_val_score(pipeline, 255 - arrays, query[1], cv=3).mean() > 0.7
 
 
-def test_a_run_is_not_changed_by_fitting(run, support, query, fitted):
+def test_a_run_is_not_changed_by_fitting(run, support, query, fitted_classifier):
     model = mb.load(run)
     model.net.train()
     classifier = FewShotClassifier(model).fit(*support)
-    np.testing.assert_array_equal(classifier.predict_proba(query[0]), fitted.predict_proba(query[0]))
+    np.testing.assert_array_equal(classifier.predict_proba(query[0]), fitted_classifier.predict_proba(query[0]))
     assert model.net.training
-    assert clone(classifier).fit(*support).score(*query) == fitted.score(*query)
+    assert clone(classifier).fit(*support).score(*query) == fitted_classifier.score(*query)
 
 
 @pytest.mark.parametrize("head", [None, "svm"])
@@ -173,10 +175,10 @@ def test_a_saved_model_predicts_the_same_without_its_run(run, support, query, tm
 
 
 def test_a_saved_model_keeps_adapted_features_and_pairwise_heads(run, anil, support, query, tmp_path):
-    pairs, gradient = mb.load(run), mb.load(anil)
-    pairs = replace(pairs, method=replace(pairs.method, test_solver=SVM(loss="hinge")))
-    gradient = replace(gradient, method=mb.method("maml", steps=2, lr=0.1))
-    for number, model in enumerate((pairs, gradient)):
+    svm_model, maml_model = mb.load(run), mb.load(anil)
+    svm_model = replace(svm_model, method=replace(svm_model.method, test_solver=SVM(loss="hinge")))
+    maml_model = replace(maml_model, method=mb.method("maml", steps=2, lr=0.1))
+    for number, model in enumerate((svm_model, maml_model)):
         classifier = FewShotClassifier(model).fit(*support)
         classifier.save(tmp_path / str(number))
         loaded = FewShotClassifier.load(tmp_path / str(number))
@@ -185,10 +187,10 @@ def test_a_saved_model_keeps_adapted_features_and_pairwise_heads(run, anil, supp
         torch.testing.assert_close(loaded.adapted_(images), classifier.adapted_(images))
 
 
-def test_a_saved_model_can_be_fitted_again_from_its_run(fitted, support, query, tmp_path):
-    fitted.set_params(head="ridge").fit(*support).save(tmp_path)
+def test_a_saved_model_can_be_fitted_again_from_its_run(fitted_classifier, support, query, tmp_path):
+    fitted_classifier.set_params(head="ridge").fit(*support).save(tmp_path)
     loaded = FewShotClassifier.load(tmp_path)
-    assert loaded.fit(*support).score(*query) == fitted.score(*query)
+    assert loaded.fit(*support).score(*query) == fitted_classifier.score(*query)
     assert loaded.head == "ridge"
 
 
@@ -198,7 +200,7 @@ def test_accuracy_equals_that_of_evaluate(run, glyphs):
     scores = []
     for task in range(16):
         x, queries = (
-            (255 * part[task, :, 0]).round().byte().numpy() for part in (episodes.support_x, episodes.query_x)
+            (255 * images[task, :, 0]).round().byte().numpy() for images in (episodes.support_x, episodes.query_x)
         )
         classifier = FewShotClassifier(model).fit(x, episodes.support_y[task].numpy())
         scores.append(classifier.score(queries, episodes.query_y[task].numpy()))
@@ -228,17 +230,17 @@ def test_a_fixed_head_needs_its_number_of_classes_and_a_fitted_head_does_not(ani
         ),
         (np.full((1, 28, 28), np.nan), "floating-point values must be from 0 to 1"),
         (np.zeros((1, 28, 28), dtype=int), r"X\[0\] has dtype int64, but must be uint8, or floating point"),
-        ([3], r"X\[0\] is a int, but must be the path of an image"),
+        ([3], r"X\[0\] has type int, but must be the path of an image"),
         (Image.new("L", (28, 28)), r"X is a single Pillow image, but must be a list of images. .* use \[X\]"),
-        (3, "X is a int, but must be a list of images"),
-        (np.array(3), "X is a ndarray, but must be a list of images"),
-        (torch.zeros(28, 28), r"X\[0\] is a Tensor, but must be the path of an image"),
+        (3, "X has type int, but must be a list of images"),
+        (np.array(3), "X has type ndarray, but must be a list of images"),
+        (torch.zeros(28, 28), r"X\[0\] has type Tensor, but must be the path of an image"),
         (np.zeros((28, 28, 3), np.uint8), r"looks like a single color image. Use X\[None\]"),
     ],
 )
-def test_an_input_that_is_not_an_image_is_an_error_that_names_it(fitted, X, message):
+def test_an_input_that_is_not_an_image_is_an_error_that_names_it(fitted_classifier, X, message):
     with pytest.raises(InputError, match=message):
-        fitted.predict(X)
+        fitted_classifier.predict(X)
 
 
 def test_wrong_labels_are_rejected(run, support):
@@ -259,10 +261,10 @@ def test_a_network_without_image_inputs_is_rejected(support):
         FewShotClassifier(mb.Model(anil, net, mb.parameters(anil, net))).fit(*support)
 
 
-def test_folders_without_an_adapted_model_and_damaged_files_are_rejected(fitted, tmp_path):
+def test_folders_without_an_adapted_model_and_damaged_files_are_rejected(fitted_classifier, tmp_path):
     with pytest.raises(InputError, match="contains no adapted model"):
         FewShotClassifier.load(tmp_path)
-    fitted.save(tmp_path).write_bytes(b"damaged")
+    fitted_classifier.save(tmp_path).write_bytes(b"damaged")
     with pytest.raises(InputError, match="is damaged"):
         FewShotClassifier.load(tmp_path)
 
@@ -281,8 +283,8 @@ def test_a_closed_form_head_without_a_bias_is_saved_and_exported(support, query,
         params["head.bias"] += 100.0  # a closed-form head ignores it
     classifier = FewShotClassifier(mb.Model(method, net, params)).fit(*support)
     classifier.save(tmp_path)
-    again = FewShotClassifier.load(tmp_path)
-    np.testing.assert_allclose(again.decision_function(query[0]), classifier.decision_function(query[0]), atol=1e-6)
+    loaded = FewShotClassifier.load(tmp_path)
+    np.testing.assert_allclose(loaded.decision_function(query[0]), classifier.decision_function(query[0]), atol=1e-6)
     assert abs(classifier.decision_function(query[0])).max() < 50
     if find_spec("onnxscript") is not None:
         export_onnx(classifier.adapted_, tmp_path / "features.onnx")
@@ -309,18 +311,18 @@ def test_adaptation_that_diverges_is_an_error(anil, support):
         FewShotClassifier(model).fit(*support)
 
 
-def test_outputs_that_are_not_finite_are_an_error(fitted, query, tmp_path):
-    fitted.adapted_.head.weight.fill_(3e38)
-    for predict in (fitted.predict, fitted.predict_proba, fitted.decision_function):
+def test_outputs_that_are_not_finite_are_an_error(fitted_classifier, query, tmp_path):
+    fitted_classifier.adapted_.head.weight.fill_(3e38)
+    for predict in (fitted_classifier.predict, fitted_classifier.predict_proba, fitted_classifier.decision_function):
         with pytest.raises(InputError, match="the outputs for these images are NaN or infinite"):
             predict(query[0])
-    fitted.save(tmp_path)
+    fitted_classifier.save(tmp_path)
     with pytest.raises(InputError, match="the outputs for these images are NaN or infinite"):
         FewShotClassifier.load(tmp_path).predict(query[0])
 
 
-def test_an_unknown_device_is_an_error_that_names_it(run, support, fitted, tmp_path):
-    fitted.save(tmp_path)
+def test_an_unknown_device_is_an_error_that_names_it(run, support, fitted_classifier, tmp_path):
+    fitted_classifier.save(tmp_path)
     with pytest.raises(InputError, match=r"device is 'gpu', but must be a PyTorch device\. Use device='cuda'"):
         FewShotClassifier(run, device="gpu").fit(*support)
     with pytest.raises(InputError, match=r"device is 'gpu', but must be a PyTorch device\. Use device='cuda'"):
@@ -335,36 +337,36 @@ def test_labels_may_be_numpy_numbers(run, support, query, tmp_path):
     assert FewShotClassifier.load(tmp_path).predict(query[0]).tolist() == expected
 
 
-def rewrite(folder, change_notes=lambda notes: None, change_tensors=lambda tensors: None) -> None:
-    """Change the notes and tensors of a saved model and write it with a valid checksum."""
+def rewrite(folder, change_metadata=lambda metadata: None, change_tensors=lambda tensors: None) -> None:
+    """Change the metadata and tensors of a saved model and write it with a valid checksum."""
     run_folder = RunFolder(folder)
-    tensors, notes = run_folder.read("adapted")
-    change_notes(notes)
+    tensors, metadata = run_folder.read("adapted")
+    change_metadata(metadata)
     change_tensors(tensors)
-    run_folder.write("adapted", tensors, notes)
+    run_folder.write("adapted", tensors, metadata)
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda notes: notes.pop("model"),
-        lambda notes: notes["model"].update(filters=10**9),
-        lambda notes: notes["model"].update(filters=9),
-        lambda notes: notes["model"].update(model=7),
-        lambda notes: notes["form"].update(size=10**9),
-        lambda notes: notes["form"].update(channels=3),
-        lambda notes: notes.update(form=None),
-        lambda notes: notes.update(classes="abcd"),
-        lambda notes: notes.update(classes=[["a"], ["b"], ["c"], ["d"]]),
-        lambda notes: notes["classes"].pop(),
-        lambda notes: notes["head"].update(kind="PairwiseHead"),
-        lambda notes: notes["head"].pop("kind"),
-        lambda notes: notes.update(head=None, classes=["a", "b"]),
-        lambda notes: notes.update(arguments={"rum": 1}),
+        lambda metadata: metadata.pop("model"),
+        lambda metadata: metadata["model"].update(filters=10**9),
+        lambda metadata: metadata["model"].update(filters=9),
+        lambda metadata: metadata["model"].update(model=7),
+        lambda metadata: metadata["form"].update(size=10**9),
+        lambda metadata: metadata["form"].update(channels=3),
+        lambda metadata: metadata.update(form=None),
+        lambda metadata: metadata.update(classes="abcd"),
+        lambda metadata: metadata.update(classes=[["a"], ["b"], ["c"], ["d"]]),
+        lambda metadata: metadata["classes"].pop(),
+        lambda metadata: metadata["head"].update(kind="PairwiseHead"),
+        lambda metadata: metadata["head"].pop("kind"),
+        lambda metadata: metadata.update(head=None, classes=["a", "b"]),
+        lambda metadata: metadata.update(arguments={"rum": 1}),
     ],
 )
-def test_a_saved_model_with_invalid_notes_is_damaged(fitted, tmp_path, change):
-    fitted.save(tmp_path)
+def test_a_saved_model_with_invalid_metadata_is_damaged(fitted_classifier, tmp_path, change):
+    fitted_classifier.save(tmp_path)
     rewrite(tmp_path, change)
     with pytest.raises(InputError, match=r"adapted.safetensors is damaged: .*[^.]\. Restore it from a copy"):
         FewShotClassifier.load(tmp_path)
@@ -379,8 +381,8 @@ def test_a_saved_model_with_invalid_notes_is_damaged(fitted, tmp_path, change):
         ("head.bias", torch.full((1, 4), torch.nan), "the weight 'bias' contains NaN or infinite values"),
     ],
 )
-def test_a_saved_model_with_invalid_tensors_is_rejected(fitted, tmp_path, name, value, message):
-    fitted.save(tmp_path)
+def test_a_saved_model_with_invalid_tensors_is_rejected(fitted_classifier, tmp_path, name, value, message):
+    fitted_classifier.save(tmp_path)
     rewrite(tmp_path, change_tensors=lambda tensors: tensors.update({name: value}))
     with pytest.raises(InputError, match=message):
         FewShotClassifier.load(tmp_path)

@@ -20,29 +20,29 @@ def test_a_finished_prediction_does_not_change_predictions_in_other_threads(name
     images = generator.integers(0, 256, (2 * WAYS, 16, 16), dtype=np.uint8)
     net = conv4(1, 16, WAYS, filters=4, statistics="running").eval()
     preset = method(name)
-    trained = conv4(1, 16, WAYS, filters=4, statistics="running", seed=1)
-    params = parameters(preset, trained, classes=WAYS)
+    other_net = conv4(1, 16, WAYS, filters=4, statistics="running", seed=1)
+    params = parameters(preset, other_net, classes=WAYS)  # they differ from the parameters of `net` itself
     classifier = FewShotClassifier(Model(preset, net, params)).fit(images, [0, 0, 1, 1, 2, 2])
     expected = classifier.predict_proba(images)
-    entered, ended = threading.Semaphore(0), threading.Event()
+    waiting_threads, prediction_finished = threading.Semaphore(0), threading.Event()
 
     def wait_in_the_forward_pass(*_: object) -> None:
-        if threading.current_thread().name != "first":
-            entered.release()
-            assert ended.wait(timeout=60)
+        if threading.current_thread().name != "predict_while_others_wait":
+            waiting_threads.release()
+            assert prediction_finished.wait(timeout=60)
 
     classifier.adapted_.net.features[0].register_forward_pre_hook(wait_in_the_forward_pass)
 
-    def first() -> None:
+    def predict_while_others_wait() -> None:
         for _ in range(THREADS - 1):
-            entered.acquire(timeout=60)
+            waiting_threads.acquire(timeout=60)
         results.append(classifier.predict_proba(images))
-        ended.set()
+        prediction_finished.set()
 
     results: list[np.ndarray] = []
     with ThreadPoolExecutor(THREADS - 1) as pool:
         futures = [pool.submit(classifier.predict_proba, images) for _ in range(THREADS - 1)]
-        thread = threading.Thread(target=first, name="first")
+        thread = threading.Thread(target=predict_while_others_wait, name="predict_while_others_wait")
         thread.start()
         thread.join()
         results += [future.result() for future in futures]

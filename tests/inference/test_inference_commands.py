@@ -20,15 +20,15 @@ def rows_of(file):
 
 
 @pytest.fixture
-def on_cpu(metabridge):
+def metabridge_on_cpu(metabridge):
     return lambda *arguments: metabridge(*arguments, "--device", "cpu")
 
 
 def test_adapt_writes_what_the_classifier_predicts_and_prints_the_accuracy(
-    on_cpu, run, folders, support, query, tmp_path
+    metabridge_on_cpu, run, folders, support, query, tmp_path
 ):
     file = tmp_path / "new" / "predictions.csv"
-    status, printed, errors = on_cpu(
+    status, printed, errors = metabridge_on_cpu(
         "adapt", run, "--support", folders / "support", "--query", folders / "query", "--out", file
     )
     assert (status, errors) == (0, "")
@@ -47,41 +47,43 @@ def test_adapt_writes_what_the_classifier_predicts_and_prints_the_accuracy(
     assert f"The predictions are in {file}" in printed
 
 
-def test_predict_with_a_saved_model_writes_what_adapt_wrote(on_cpu, run, folders, tmp_path):
-    moved = shutil.copytree(run, tmp_path / "run")
+def test_predict_with_a_saved_model_writes_what_adapt_wrote(metabridge_on_cpu, run, folders, tmp_path):
+    copied_run = shutil.copytree(run, tmp_path / "run")
     arguments = ["--query", folders / "query", "--out"]
-    adapted = ["--support", folders / "support", "--head", "ridge", "--save", tmp_path / "adapted"]
-    assert on_cpu("adapt", moved, *adapted, *arguments, tmp_path / "1.csv")[0] == 0
-    shutil.rmtree(moved)
-    assert on_cpu("predict", tmp_path / "adapted", *arguments, tmp_path / "2.csv")[0] == 0
+    adapt_arguments = ["--support", folders / "support", "--head", "ridge", "--save", tmp_path / "adapted"]
+    assert metabridge_on_cpu("adapt", copied_run, *adapt_arguments, *arguments, tmp_path / "1.csv")[0] == 0
+    shutil.rmtree(copied_run)
+    assert metabridge_on_cpu("predict", tmp_path / "adapted", *arguments, tmp_path / "2.csv")[0] == 0
     assert (tmp_path / "1.csv").read_bytes() == (tmp_path / "2.csv").read_bytes()
     assert [file.name for file in (tmp_path / "adapted").iterdir()] == ["adapted.safetensors"]
 
 
-def test_unlabeled_images_have_no_accuracy_and_unreadable_ones_are_listed(on_cpu, run, folders, query, tmp_path):
-    mixed = tmp_path / "mixed"
-    (mixed / "deep" / "er").mkdir(parents=True)
-    shutil.copy(query[0][0], mixed / "a.png")
-    shutil.copy(query[0][1], mixed / "deep" / "er" / "b.PNG")
-    (mixed / "broken.png").write_bytes(b"no image")
-    (mixed / "notes.txt").write_text("no image either, and none is expected")
-    status, printed, errors = on_cpu(
-        "adapt", run, "--support", folders / "support", "--query", mixed, "--out", tmp_path / "predictions.csv"
+def test_unlabeled_images_have_no_accuracy_and_unreadable_ones_are_listed(
+    metabridge_on_cpu, run, folders, query, tmp_path
+):
+    mixed_folder = tmp_path / "mixed"
+    (mixed_folder / "deep" / "er").mkdir(parents=True)
+    shutil.copy(query[0][0], mixed_folder / "a.png")
+    shutil.copy(query[0][1], mixed_folder / "deep" / "er" / "b.PNG")
+    (mixed_folder / "broken.png").write_bytes(b"no image")
+    (mixed_folder / "notes.txt").write_text("no image either, and none is expected")
+    status, printed, errors = metabridge_on_cpu(
+        "adapt", run, "--support", folders / "support", "--query", mixed_folder, "--out", tmp_path / "predictions.csv"
     )
     assert status == 1
     assert "Accuracy" not in printed
     assert [row["path"] for row in rows_of(tmp_path / "predictions.csv")] == [
-        str(mixed / "a.png"),
-        str(mixed / "deep" / "er" / "b.PNG"),
+        str(mixed_folder / "a.png"),
+        str(mixed_folder / "deep" / "er" / "b.PNG"),
     ]
     assert errors == (
-        f"1 of 3 images could not be read:\n  {mixed / 'broken.png'} (it is not an image that Pillow reads)\n"
+        f"1 of 3 images could not be read:\n  {mixed_folder / 'broken.png'} (it is not an image that Pillow reads)\n"
     )
 
 
-def test_adapt_warns_that_images_are_predicted_together(on_cpu, anil, folders, tmp_path):
+def test_adapt_warns_that_images_are_predicted_together(metabridge_on_cpu, anil, folders, tmp_path):
     file = tmp_path / "predictions.csv"
-    status, _, errors = on_cpu(
+    status, _, errors = metabridge_on_cpu(
         "adapt", anil, "--support", folders / "support", "--query", folders / "query", "--out", file
     )
     assert status == 0
@@ -90,19 +92,23 @@ def test_adapt_warns_that_images_are_predicted_together(on_cpu, anil, folders, t
     assert errors.count("\n") == 1
 
 
-def test_adapt_names_the_support_folder_if_the_head_has_another_number_of_classes(on_cpu, anil, folders, tmp_path):
+def test_adapt_names_the_support_folder_if_the_head_has_another_number_of_classes(
+    metabridge_on_cpu, anil, folders, tmp_path
+):
     shutil.copytree(folders / "support", tmp_path / "support")
     shutil.rmtree(min((tmp_path / "support").iterdir()))
     classes = len(list((tmp_path / "support").iterdir()))
-    status, _, errors = on_cpu("adapt", anil, "--support", tmp_path / "support", "--query", folders / "query")
+    status, _, errors = metabridge_on_cpu(
+        "adapt", anil, "--support", tmp_path / "support", "--query", folders / "query"
+    )
     assert status == 2
     assert errors.startswith(f"metabridge adapt: --support has {classes} classes, but the run was trained for ")
     assert "or use --head logistic, which fits a new head" in errors
 
 
 @pytest.fixture
-def broken(folders, tmp_path):
-    """Folders that lack something, named after what they lack."""
+def broken_folders(folders, tmp_path):
+    """Return a folder with subfolders that cannot be used; each is named after its flaw."""
     for name in ("void", "loose", "unreadable", "one/only", "gap/a", "gap/b", "gap/c", "bad/a", "bad/b"):
         (tmp_path / name).mkdir(parents=True)
     image = next((folders / "query").rglob("*.png"))
@@ -136,28 +142,31 @@ def broken(folders, tmp_path):
     ],
 )
 def test_folders_that_cannot_be_used_are_named_and_nothing_is_written(
-    on_cpu, run, folders, broken, support, query, message
+    metabridge_on_cpu, run, folders, broken_folders, support, query, message
 ):
     arguments = [
-        folders / side if name == "good" else broken / name for side, name in (("support", support), ("query", query))
+        folders / part if name == "good" else broken_folders / name
+        for part, name in (("support", support), ("query", query))
     ]
-    status, printed, errors = on_cpu(
-        "adapt", run, "--support", arguments[0], "--query", arguments[1], "--out", broken / "predictions.csv"
+    status, printed, errors = metabridge_on_cpu(
+        "adapt", run, "--support", arguments[0], "--query", arguments[1], "--out", broken_folders / "predictions.csv"
     )
     assert (status, printed) == (2, "")
-    assert errors.startswith(f"metabridge adapt: {message.format(broken)}")
+    assert errors.startswith(f"metabridge adapt: {message.format(broken_folders)}")
     assert errors.count("\n") == 1
-    assert not (broken / "predictions.csv").exists()
+    assert not (broken_folders / "predictions.csv").exists()
 
 
-def test_predict_without_an_adapted_model_says_how_to_create_one(on_cpu, run, folders, tmp_path):
-    status, _, errors = on_cpu("predict", run, "--query", folders / "query", "--out", tmp_path / "predictions.csv")
+def test_predict_without_an_adapted_model_says_how_to_create_one(metabridge_on_cpu, run, folders, tmp_path):
+    status, _, errors = metabridge_on_cpu(
+        "predict", run, "--query", folders / "query", "--out", tmp_path / "predictions.csv"
+    )
     assert status == 2
     assert errors.startswith(f"metabridge predict: {run} contains no adapted model. Create one with metabridge adapt")
 
 
 @pytest.mark.skipif(find_spec("onnxscript") is None, reason="onnxscript is not installed")
-def test_export_writes_the_graph_and_the_head_next_to_it(metabridge, anil, folders, tmp_path):
+def test_export_writes_the_onnx_model_and_the_head_next_to_it(metabridge, anil, folders, tmp_path):
     file = tmp_path / "features.onnx"
     status, printed, errors = metabridge(
         "export", anil, "--out", file, "--support", folders / "support", "--head", "logistic"
@@ -171,7 +180,7 @@ def test_export_writes_the_graph_and_the_head_next_to_it(metabridge, anil, folde
 
 
 @pytest.mark.skipif(find_spec("onnxscript") is None, reason="onnxscript is not installed")
-def test_export_writes_the_graph_to_standard_output(metabridge, anil, folders, tmp_path, monkeypatch):
+def test_export_writes_the_onnx_model_to_standard_output(metabridge, anil, folders, tmp_path, monkeypatch):
     written: list[bytes] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("metabridge.files._write_stdout", written.append)
@@ -185,7 +194,7 @@ def test_export_writes_the_graph_to_standard_output(metabridge, anil, folders, t
     assert errors.startswith("metabridge export: --out is -, but --support writes a second file next to the model.")
 
 
-def test_export_does_not_write_the_head_over_the_graph(metabridge, run, folders, tmp_path):
+def test_export_does_not_write_the_head_over_the_onnx_model(metabridge, run, folders, tmp_path):
     file = tmp_path / "both.json"
     status, _, errors = metabridge("export", run, "--out", file, "--support", folders / "support")
     assert status == 2
@@ -193,11 +202,11 @@ def test_export_does_not_write_the_head_over_the_graph(metabridge, run, folders,
     assert not file.exists()
 
 
-def test_formats_that_pillow_cannot_read_are_listed(on_cpu, run, folders, tmp_path):
+def test_formats_that_pillow_cannot_read_are_listed(metabridge_on_cpu, run, folders, tmp_path):
     shutil.copytree(folders / "query", tmp_path / "query")
     (tmp_path / "query" / "IMG_1.HEIC").write_bytes(b"\0\0\0\x18ftypheic")
     arguments = ("--support", folders / "support", "--query", tmp_path / "query", "--out", tmp_path / "predictions.csv")
-    status, printed, errors = on_cpu("adapt", run, *arguments)
+    status, printed, errors = metabridge_on_cpu("adapt", run, *arguments)
     assert status == 1
     assert "IMG_1.HEIC (it is not an image that Pillow reads)" in errors
     assert printed.startswith(f"{len(list((folders / 'support').iterdir()))} classes: character 0, ")
@@ -209,30 +218,30 @@ def test_export_of_a_head_needs_support_images(metabridge, run, tmp_path):
     assert errors == ("metabridge export: --head is ridge, but fitting a head needs labeled images. Add --support.\n")
 
 
-@pytest.mark.parametrize("where", ["run", "adapted"])
-def test_weights_that_are_not_finite_are_an_error(on_cpu, run, folders, tmp_path, where):
+@pytest.mark.parametrize("damaged_model", ["run", "adapted"])
+def test_weights_that_are_not_finite_are_an_error(metabridge_on_cpu, run, folders, tmp_path, damaged_model):
     query = ("--query", folders / "query", "--out", tmp_path / "predictions.csv")
-    broken = shutil.copytree(run, tmp_path / "run")
-    arguments = ("adapt", broken, "--support", folders / "support")
-    if where == "adapted":
-        assert on_cpu(*arguments, *query, "--save", tmp_path / "adapted")[0] == 0
+    folder = shutil.copytree(run, tmp_path / "run")
+    arguments = ("adapt", folder, "--support", folders / "support")
+    if damaged_model == "adapted":
+        assert metabridge_on_cpu(*arguments, *query, "--save", tmp_path / "adapted")[0] == 0
         (tmp_path / "predictions.csv").unlink()
-        broken, arguments = tmp_path / "adapted", ("predict", tmp_path / "adapted")
-    name = "weights" if where == "run" else "adapted"
-    tensors, notes = RunFolder(broken).read(name)
+        folder, arguments = tmp_path / "adapted", ("predict", tmp_path / "adapted")
+    name = "weights" if damaged_model == "run" else "adapted"
+    tensors, metadata = RunFolder(folder).read(name)
     tensors["params.features.0.0.weight"].view(-1)[0] = np.nan
-    RunFolder(broken).write(name, tensors, notes)
-    status, printed, errors = on_cpu(*arguments, *query)
+    RunFolder(folder).write(name, tensors, metadata)
+    status, printed, errors = metabridge_on_cpu(*arguments, *query)
     assert (status, printed) == (2, "")
     assert "the weight 'features.0.0.weight' contains NaN or infinite values: training diverged." in errors
     assert not (tmp_path / "predictions.csv").exists()
 
 
-def test_predictions_go_to_standard_output_and_nothing_else_does(on_cpu, run, folders, tmp_path):
+def test_predictions_go_to_standard_output_and_nothing_else_does(metabridge_on_cpu, run, folders, tmp_path):
     arguments = ("adapt", run, "--support", folders / "support", "--query", folders / "query", "--out")
-    status, printed, errors = on_cpu(*arguments, "-")
+    status, printed, errors = metabridge_on_cpu(*arguments, "-")
     assert status == 0
-    on_cpu(*arguments, tmp_path / "predictions.csv")
+    metabridge_on_cpu(*arguments, tmp_path / "predictions.csv")
     assert printed == (tmp_path / "predictions.csv").read_text()
     assert "4 classes: " in errors
     assert "Accuracy " in errors

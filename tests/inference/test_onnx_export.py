@@ -44,22 +44,22 @@ def test_features_in_onnx_are_those_of_torch_for_any_number_of_images(tmp_path, 
 
 
 @with_onnx
-def test_graph_and_head_reproduce_predictions_without_torch(run, support, query, tmp_path):
+def test_onnx_model_and_head_reproduce_predictions_without_torch(run, support, query, tmp_path):
     classifier = FewShotClassifier(run).fit(*support)
     export_onnx(classifier.adapted_, tmp_path / "features.onnx")
     head = json.loads(write_head(classifier, tmp_path / "head.json").read_text())
     images = convert_images(query[0], classifier.decode_options_).astype(np.float32) / 255
-    inputs = onnx_features(tmp_path / "features.onnx", images)
+    features = onnx_features(tmp_path / "features.onnx", images)
     assert head["kind"] == "linear"
     assert head["normalize"]
-    inputs /= np.linalg.norm(inputs, axis=1, keepdims=True)
-    scores = inputs @ np.array(head["weight"]).T + np.array(head["bias"])
+    features /= np.linalg.norm(features, axis=1, keepdims=True)
+    scores = features @ np.array(head["weight"]).T + np.array(head["bias"])
     np.testing.assert_allclose(scores, classifier.decision_function(query[0]), atol=1e-4)
     assert [head["classes"][index] for index in scores.argmax(1)] == classifier.predict(query[0]).tolist()
 
 
 @with_onnx
-def test_a_graph_that_differs_is_not_written(run, tmp_path, monkeypatch):
+def test_an_onnx_model_that_differs_is_not_written(run, tmp_path, monkeypatch):
     monkeypatch.setattr("metabridge.inference.onnx_export._difference_from_pytorch", lambda *_: (0.5, 20.0))
     with pytest.raises(InputError, match=r"by up to 0.5, but at most 0.002 is allowed, so .* is not written"):
         export_onnx(mb.load(run), tmp_path / "features.onnx")
@@ -85,28 +85,28 @@ def test_without_onnx_the_error_names_the_install_command(run, tmp_path, monkeyp
         export_onnx(mb.load(run), tmp_path / "features.onnx")
 
 
-@pytest.mark.parametrize("kind", ["solved", "pairs", "gradient"])
+@pytest.mark.parametrize("kind", ["closed form", "pairwise", "gradient descent"])
 def test_a_written_head_predicts_like_the_classifier(run, anil, support, query, tmp_path, kind):
-    model = mb.load(anil if kind == "gradient" else run)
-    if kind == "pairs":
+    model = mb.load(anil if kind == "gradient descent" else run)
+    if kind == "pairwise":
         model = replace(model, method=replace(model.method, test_solver=mb.heads.SVM(loss="hinge")))
-    if kind == "gradient":
+    if kind == "gradient descent":
         bias = model.params["head.bias"] + torch.tensor([3.0, -2.0, 1.0, 0.0])
         model = replace(model, params=model.params | {"head.bias": bias})
     classifier = FewShotClassifier(model).fit(*support)
     head = json.loads(write_head(classifier, tmp_path / "head.json").read_text())
     x = torch.from_numpy(convert_images(query[0], classifier.decode_options_)).float() / 255
     adapted = classifier.adapted_
-    inputs = mb.Model(model.method, adapted.net, adapted.params).features(x)
+    features = mb.Model(model.method, adapted.net, adapted.params).features(x)
     if head["normalize"]:
-        inputs = inputs / inputs.norm(dim=1, keepdim=True)
-    decisions = inputs @ torch.tensor(head["weight"]).T + torch.tensor(head["bias"])
-    assert (inputs @ torch.tensor(head["weight"]).T - decisions).abs().max() > 1e-2  # the bias counts
-    if kind == "pairs":
+        features = features / features.norm(dim=1, keepdim=True)
+    decisions = features @ torch.tensor(head["weight"]).T + torch.tensor(head["bias"])
+    assert (features @ torch.tensor(head["weight"]).T - decisions).abs().max() > 1e-2  # the bias has an effect
+    if kind == "pairwise":
         votes = torch.zeros(len(x), 4)
-        for column, (one, other) in enumerate((a, b) for a in range(4) for b in range(a + 1, 4)):
-            votes[:, one] += decisions[:, column] > 0
-            votes[:, other] += decisions[:, column] <= 0
+        for column, (first, second) in enumerate((a, b) for a in range(4) for b in range(a + 1, 4)):
+            votes[:, first] += decisions[:, column] > 0
+            votes[:, second] += decisions[:, column] <= 0
         torch.testing.assert_close(adapted(x).round(), votes)
     else:
         torch.testing.assert_close(adapted(x), decisions, atol=1e-4, rtol=1e-4)

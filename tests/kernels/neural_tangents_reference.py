@@ -56,9 +56,9 @@ def residual(depth, layer_norm, variances):
     return stax.serial(dense(*variances), *norm, *block * (depth - 2), stax.Relu(), dense(*variances))
 
 
-def conv4(end, variances):
+def conv4(pooling, variances):
     block = [conv(3, 1, "SAME", *variances), stax.Relu(), stax.AvgPool((2, 2), (2, 2))]
-    return stax.serial(*block * 4, end, dense(*variances))
+    return stax.serial(*block * 4, pooling, dense(*variances))
 
 
 def vector_networks():
@@ -76,27 +76,27 @@ def vector_networks():
 
 
 def image_networks():
-    relu, flatten, pool, mean = stax.Relu(), stax.Flatten(), stax.AvgPool((2, 2), (2, 2)), stax.GlobalAvgPool()
-    out = dense(*HE)
-    yield "same", stax.serial(conv(3, 1, "SAME"), relu, conv(3, 1, "SAME"), relu, flatten, out)
-    yield "valid", stax.serial(conv(3, 1, "VALID"), relu, conv(2, 1, "VALID"), relu, flatten, out)
-    yield "strided", stax.serial(conv(3, 2, "SAME"), relu, conv(3, 2, "VALID", *BIASED), relu, flatten, out)
-    yield "even", stax.serial(conv(4, 3, "SAME"), relu, conv(2, 1, "SAME"), relu, flatten, out)
-    yield "erf", stax.serial(conv(3, 1, "SAME"), stax.Erf(), conv(3, 1, "SAME"), stax.Erf(), mean, out)
-    yield "pooled", stax.serial(conv(3, 1, "SAME"), relu, pool, conv(3, 1, "SAME"), relu, flatten, out)
+    relu, flatten, pool, global_pool = stax.Relu(), stax.Flatten(), stax.AvgPool((2, 2), (2, 2)), stax.GlobalAvgPool()
+    readout = dense(*HE)
+    yield "same", stax.serial(conv(3, 1, "SAME"), relu, conv(3, 1, "SAME"), relu, flatten, readout)
+    yield "valid", stax.serial(conv(3, 1, "VALID"), relu, conv(2, 1, "VALID"), relu, flatten, readout)
+    yield "strided", stax.serial(conv(3, 2, "SAME"), relu, conv(3, 2, "VALID", *BIASED), relu, flatten, readout)
+    yield "even", stax.serial(conv(4, 3, "SAME"), relu, conv(2, 1, "SAME"), relu, flatten, readout)
+    yield "erf", stax.serial(conv(3, 1, "SAME"), stax.Erf(), conv(3, 1, "SAME"), stax.Erf(), global_pool, readout)
+    yield "pooled", stax.serial(conv(3, 1, "SAME"), relu, pool, conv(3, 1, "SAME"), relu, flatten, readout)
     overlapping = stax.AvgPool((3, 3), (2, 2))
     yield (
         "overlapping",
-        stax.serial(conv(3, 1, "SAME", *BIASED), relu, overlapping, conv(2, 2, "VALID"), relu, mean, out),
+        stax.serial(conv(3, 1, "SAME", *BIASED), relu, overlapping, conv(2, 2, "VALID"), relu, global_pool, readout),
     )
-    yield "global", stax.serial(conv(3, 2, "SAME"), relu, conv(3, 1, "VALID", *BIASED), relu, mean, out)
-    hidden = stax.serial(flatten, dense(*BIASED), relu, out)
+    yield "global", stax.serial(conv(3, 2, "SAME"), relu, conv(3, 1, "VALID", *BIASED), relu, global_pool, readout)
+    hidden = stax.serial(flatten, dense(*BIASED), relu, readout)
     yield "hidden dense layer", stax.serial(conv(3, 1, "SAME", *BIASED), relu, hidden)
     branch = stax.serial(relu, conv(3, 1, "SAME"))
     block = (stax.FanOut(2), stax.parallel(stax.Identity(), branch), stax.FanInSum())
-    yield "residual", stax.serial(conv(3, 1, "SAME"), *block * 2, relu, flatten, out)
+    yield "residual", stax.serial(conv(3, 1, "SAME"), *block * 2, relu, flatten, readout)
     yield "conv4 flatten", conv4(flatten, HE)
-    yield "conv4 global", conv4(mean, BIASED)
+    yield "conv4 global", conv4(global_pool, BIASED)
 
 
 def kernels(networks, x, z):
@@ -114,7 +114,7 @@ def main():
     z[0], z[1] = 2 * x[0], -x[1]  # parallel, antiparallel
     np.savez_compressed(FOLDER / "vectors.npz", x=x, z=z, **kernels(vector_networks(), x, z))
     x, z = random.normal(size=(3, 2, 9, 10)), random.normal(size=(2, 2, 9, 10))
-    x[1, :, :4] = 0  # dark pixels
+    x[1, :, :4] = 0  # pixels of variance 0
     arrays = {"small/x": x, "small/z": z}
     networks = dict(image_networks())
     channels_last = (0, 2, 3, 1)

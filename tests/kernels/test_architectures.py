@@ -85,7 +85,7 @@ def difference(value: Tensor, expected: Tensor) -> float:
     return ((value.double() - expected).abs().max() / expected.abs().max()).item()
 
 
-# neural-tangents adds 1e-12 to the variance in LayerNorm; at an angle of 0 or π the kernel changes by its root.
+# In LayerNorm, neural-tangents adds 1e-12 to the variance. At angles of 0 and π, this changes the kernel by √1e-12.
 @pytest.mark.parametrize("name", sorted({key.partition("/")[0] for key in VECTORS.files if "/" in key}))
 def test_kernels_of_vectors_equal_neural_tangents(name: str) -> None:
     x, z = (torch.from_numpy(VECTORS[key]) for key in "xz")
@@ -124,7 +124,8 @@ def finite_dense(depth: int, width: int, inputs: int, *, skip: bool, norm: bool)
     return net, {str(index): inputs if index == 0 else width for index in range(depth)}
 
 
-def finite_kernels(net: Net, params: Layers, x: Tensor, last: str) -> tuple[Tensor, Tensor]:
+def finite_kernels(net: Net, params: Layers, x: Tensor, readout: str) -> tuple[Tensor, Tensor]:
+    """Return Θ and K of a finite network. Names of the parameters of its readout begin with `readout`."""
     params = {name: value.requires_grad_() for name, value in params.items()}
     rows = [torch.autograd.grad(output, list(params.values()), retain_graph=True) for output in net(params, x)]
     grams = {
@@ -132,7 +133,7 @@ def finite_kernels(net: Net, params: Layers, x: Tensor, last: str) -> tuple[Tens
         for index, name in enumerate(params)
     }
     ntk = torch.stack(list(grams.values())).sum(0).detach()
-    return ntk, torch.stack([gram for name, gram in grams.items() if name.startswith(last)]).sum(0).detach()
+    return ntk, torch.stack([gram for name, gram in grams.items() if name.startswith(readout)]).sum(0).detach()
 
 
 def mean_errors(kernels: list[tuple[Tensor, Tensor]], limit: tuple[Tensor, Tensor]) -> Tensor:
@@ -150,16 +151,16 @@ def test_ntk_of_finite_nets_approaches_the_kernel_as_one_over_the_root_of_the_wi
     limit = kernel.both(x)
     errors = {}
     for width in (64, 256, 1024):
-        net, fans = finite_dense(depth, width, x.shape[1], skip=skip, norm=norm)
+        net, fan_ins = finite_dense(depth, width, x.shape[1], skip=skip, norm=norm)
         kernels = []
         for seed in range(16):
             generator = torch.Generator().manual_seed(seed)
             params = {}
-            for name, fan in fans.items():
+            for name, fan_in in fan_ins.items():
                 outputs = 1 if name == str(depth - 1) else width
-                params[f"{name}.weight"] = torch.randn(fan, outputs, generator=generator, dtype=torch.float64)
+                params[f"{name}.weight"] = torch.randn(fan_in, outputs, generator=generator, dtype=torch.float64)
                 params[f"{name}.bias"] = torch.randn(outputs, generator=generator, dtype=torch.float64)
-            kernels.append(finite_kernels(net, params, x, last=f"{depth - 1}."))
+            kernels.append(finite_kernels(net, params, x, readout=f"{depth - 1}."))
         errors[width] = mean_errors(kernels, limit)
     assert (errors[1024] < 0.15).all()
     assert ((errors[64] / errors[1024]) > 2.4).all()  # 4 in expectation; the margin covers the noise of 16 networks
@@ -188,7 +189,7 @@ def test_ntk_of_a_finite_convolutional_net_approaches_the_kernel() -> None:
             params = {
                 name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()
             }
-            kernels.append(finite_kernels(net, params, x, last="2."))
+            kernels.append(finite_kernels(net, params, x, readout="2."))
         errors[width] = mean_errors(kernels, limit)
     assert (errors[512] < 0.12).all()
     assert ((errors[32] / errors[512]) > 2.4).all()
@@ -247,27 +248,28 @@ def test_kernel_of_equal_points_equals_the_diagonal(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernel_is_symmetric_and_equals_the_general_computation(name: str) -> None:
+def test_kernel_without_z_is_symmetric_and_equals_the_kernel_with_z_equal_to_x(name: str) -> None:
     kernel = KERNELS[name]
     x = points(kernel, 7)
-    for symmetric, general in zip(kernel.both(x), kernel.both(x, x.clone())):
-        assert torch.equal(symmetric, symmetric.mT)
-        torch.testing.assert_close(symmetric, general, rtol=1e-12, atol=1e-12)
+    for without_z, with_z in zip(kernel.both(x), kernel.both(x, x.clone())):
+        assert torch.equal(without_z, without_z.mT)
+        torch.testing.assert_close(without_z, with_z, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_kernel_does_not_depend_on_the_tiles(name: str) -> None:
     kernel = KERNELS[name]
     x, z = points(kernel, 13), points(kernel, 11, seed=1)
-    smallest = next(bytes for bytes in (2**power for power in range(5, 40)) if _fits(replace(kernel, memory=bytes), x))
-    for memory in (smallest, 5 * smallest, 30 * smallest):
+    memories = (2**power for power in range(5, 40))
+    minimum = next(memory for memory in memories if _fits_in_memory(replace(kernel, memory=memory), x))
+    for memory in (minimum, 5 * minimum, 30 * minimum):
         tiled = replace(kernel, memory=memory)
         for columns in (None, z):
             for value, untiled in zip(tiled.both(x, columns), kernel.both(x, columns)):
                 torch.testing.assert_close(value, untiled, rtol=1e-12, atol=1e-12)
 
 
-def _fits(kernel: AnalyticKernel, x: Tensor) -> bool:
+def _fits_in_memory(kernel: AnalyticKernel, x: Tensor) -> bool:
     try:
         kernel.nngp(x[:1])
     except InputError:
@@ -317,7 +319,7 @@ def test_he_initialized_relu_nets_keep_the_variance(depth: int) -> None:
 
 
 @pytest.mark.parametrize("depth", [2, 5, 20])
-def test_residual_nets_double_per_layer_and_grow_linearly_with_layer_norm(depth: int) -> None:
+def test_nngp_of_residual_nets_doubles_per_layer_and_ntk_with_layer_norm_grows_linearly(depth: int) -> None:
     x = points(fully_connected_kernel(depth), 5)
     nngp = residual_kernel(depth).nngp(x).diagonal()
     torch.testing.assert_close(nngp, 2.0 ** (depth - 2) * 2 * x.square().mean(1), rtol=1e-12, atol=0)
@@ -347,7 +349,7 @@ def test_no_points_give_an_empty_kernel() -> None:
     assert fully_connected_kernel(3).ntk(x[:0]).shape == (0, 0)
 
 
-def test_pooling_of_one_pixel_changes_nothing() -> None:
+def test_pooling_over_windows_of_one_pixel_changes_nothing() -> None:
     unpooled = convolutional_kernel([Conv(3), ReLU(), Flatten(), Dense()])
     pooled = convolutional_kernel([Conv(3), ReLU(), AveragePool(1), Flatten(), Dense()])
     x = points(unpooled, 3)

@@ -25,7 +25,7 @@ def method_name(learner):
 
 
 def make_tasks(count=4, shape=(6,), seed=0):
-    """Return tasks with two support points, three query points and one target value."""
+    """Return tasks with two support points, three query points and one output."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 5, *shape, generator=generator, dtype=torch.float64)
     y = torch.randn(count, 5, 1, generator=generator, dtype=torch.float64)
@@ -84,7 +84,7 @@ def test_duplicate_training_points_are_named_and_their_order_explained(learner):
 
 
 def test_task_with_indistinguishable_points_is_named_if_the_matrix_does_not_fit_in_memory():
-    """With a linear kernel, one point of task 1 is the sum of the other two. All numbers are exact."""
+    """With a linear kernel, one point of task 1 is the sum of the other two. There are no rounding errors."""
     first, second = torch.eye(4).double()[:3], torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 2, 1, 0]]).double()
     x = torch.stack([first, second])
     train = Episodes(x[:, :2], torch.ones(2, 2, 1).double(), x[:, 2:], torch.ones(2, 1, 1).double())

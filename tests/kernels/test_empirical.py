@@ -30,7 +30,7 @@ from metabridge.models.network import with_group_norm
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("outputs", OUTPUTS)
-def test_every_reduction_part_and_strategy_equals_the_product_of_explicit_jacobians(name: str, outputs: str) -> None:
+def test_kernel_of_every_part_equals_the_product_of_explicit_jacobians(name: str, outputs: str) -> None:
     make, shape = NETS[name]
     net, x, z = make(), random_normal(1, 4, *shape), random_normal(2, 3, *shape)
     head = "last." if name == "unusual" else "head."
@@ -66,7 +66,7 @@ def test_gpu_path_equals_the_product_of_explicit_jacobians(name: str, outputs: s
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_only_parameters_of_no_known_layer_need_generic_differentiation(name: str, gpu_path: bool) -> None:
+def test_only_parameters_outside_supported_layers_need_generic_differentiation(name: str, gpu_path: bool) -> None:
     make, shape = NETS[name]
     profile = EmpiricalKernel(make(), outputs="full")._prepare("all", random_normal(1, 4, *shape), None)[1].profile
     assert profile.generic_names == ({"scale", "loose.weight"} if name == "unusual" else set())
@@ -96,11 +96,12 @@ def test_nngp_is_the_gram_matrix_of_the_features(bias: bool) -> None:
 def test_results_do_not_depend_on_the_memory(name: str, outputs: str) -> None:
     make, shape = NETS[name]
     x, z = random_normal(1, 7, *shape), random_normal(2, 5, *shape)
-    ample = EmpiricalKernel(make(), outputs=outputs)  # type: ignore[arg-type]
+    kernel = EmpiricalKernel(make(), outputs=outputs)  # type: ignore[arg-type]
     for strategy in STRATEGIES:
-        tight = replace(ample, strategy=strategy, memory=minimum_memory(replace(ample, strategy=strategy), x))
-        assert relative_error(tight.ntk(x), ample.ntk(x)) < 1e-12
-        assert relative_error(tight.ntk(x, z), ample.ntk(x, z)) < 1e-12
+        memory = minimum_memory(replace(kernel, strategy=strategy), x)
+        tiled_kernel = replace(kernel, strategy=strategy, memory=memory)
+        assert relative_error(tiled_kernel.ntk(x), kernel.ntk(x)) < 1e-12
+        assert relative_error(tiled_kernel.ntk(x, z), kernel.ntk(x, z)) < 1e-12
 
 
 @pytest.mark.parametrize("name", NETS)
@@ -121,21 +122,21 @@ def test_jacobian_chunks_multiply_to_the_kernel(name: str, outputs: str) -> None
     net, x = make(), random_normal(1, 5, *shape)
     kernel = EmpiricalKernel(net, outputs=outputs)  # type: ignore[arg-type]
     chunks = list(replace(kernel, memory=4 * minimum_memory(replace(kernel, strategy="gradients"), x)).jacobian(x))
-    j = torch.cat(chunks)
-    product = torch.einsum("iop,jup->ijou", j, j) if outputs == "full" else j @ j.mT
+    rows = torch.cat(chunks)
+    product = torch.einsum("iop,jup->ijou", rows, rows) if outputs == "full" else rows @ rows.mT
     assert relative_error(product, kernel.ntk(x)) < 1e-12
     if outputs == "full":
         size = sum(value.numel() for value in net.parameters())
-        assert j.shape == (5, 3, size)
+        assert rows.shape == (5, 3, size)
 
 
-def test_given_parameters_replace_those_of_the_network() -> None:
+def test_params_replace_the_parameters_of_the_network() -> None:
     net, other, x = mlp(5, 3).double(), mlp(5, 3, seed=1).double(), random_normal(1, 4, 5)
     params = {name: value.detach() for name, value in other.named_parameters()}
     assert relative_error(EmpiricalKernel(net, params).ntk(x), EmpiricalKernel(other).ntk(x)) < 1e-12
 
 
-def test_ties_in_overlapping_pool_windows_have_the_gradient_of_automatic_differentiation() -> None:
+def test_ties_in_overlapping_pooling_windows_have_the_same_gradient_as_autograd() -> None:
     pool = nn.MaxPool2d((3, 2), stride=(2, 1), padding=1, ceil_mode=True)
     norm = nn.BatchNorm2d(4).eval()
     net = nn.Sequential(nn.Conv2d(2, 4, 3), norm, pool, nn.Flatten(), nn.Linear(4 * 4 * 7, 3)).double()
@@ -173,7 +174,7 @@ def test_with_group_norm_keeps_scales_and_the_original_network() -> None:
     assert not any(isinstance(layer, nn.GroupNorm) for layer in net.modules())
 
 
-class Mixing(nn.Module):
+class SampleMixing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.last = nn.Linear(5, 3)
@@ -207,7 +208,7 @@ class Mixing(nn.Module):
         (lambda: EmpiricalKernel(mlp(5, 3)).ntk(torch.ones(0, 5)), "at least one sample"),
         (lambda: EmpiricalKernel(nn.Sequential(nn.Linear(5, 3), nn.Tanh())).nngp(torch.ones(2, 5)), "no head"),
         (lambda: EmpiricalKernel(nn.Conv2d(2, 3, 3)).ntk(torch.ones(2, 2, 4, 4)), "must return"),
-        (lambda: EmpiricalKernel(Mixing()).ntk(torch.randn(2, 5)), "depends on the other samples"),
+        (lambda: EmpiricalKernel(SampleMixing()).ntk(torch.randn(2, 5)), "depends on the other samples"),
     ],
 )
 def test_invalid_input_is_reported(make: Callable[[], object], message: str) -> None:
@@ -216,7 +217,7 @@ def test_invalid_input_is_reported(make: Callable[[], object], message: str) -> 
 
 
 class Product(nn.Module):
-    """x @ w with a weight of no layer."""
+    """x @ w with a weight that does not belong to a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -226,7 +227,7 @@ class Product(nn.Module):
         return x @ self.w
 
 
-def test_weight_of_no_layer_is_included_even_if_its_gradient_is_zero_at_the_first_sample() -> None:
+def test_weight_outside_layers_is_included_even_if_its_gradient_is_zero_at_the_first_sample() -> None:
     kernel, x = EmpiricalKernel(Product(), outputs="sum"), random_normal(1, 4, 3)
     x[0] = 0
     kernel.ntk(torch.zeros(2, 3, dtype=torch.double))
@@ -246,7 +247,7 @@ def test_one_sample_is_enough_to_detect_that_samples_mix() -> None:
         EmpiricalKernel(Centered()).ntk(random_normal(1, 1, 3))
 
 
-class Tied(nn.Module):
+class TiedAutoencoder(nn.Module):
     """An autoencoder with tied weights, and a head."""
 
     def __init__(self) -> None:
@@ -257,8 +258,8 @@ class Tied(nn.Module):
         return self.head(F.linear(F.relu(self.encoder(x)), self.encoder.weight.T))  # type: ignore[no-any-return]
 
 
-def test_tied_weights_are_detected_with_a_blank_sample() -> None:
-    net, x = build_seeded(Tied).double(), random_normal(1, 4, 6)
+def test_tied_weights_are_detected_with_a_sample_of_zeros() -> None:
+    net, x = build_seeded(TiedAutoencoder).double(), random_normal(1, 4, 6)
     x[0] = 0  # the decoder's use of the weights has no gradient here
     kernel = EmpiricalKernel(net, outputs="full")
     exact = explicit_kernel(net, x, x, "full", lambda name: True)

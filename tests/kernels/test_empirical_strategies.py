@@ -1,4 +1,4 @@
-"""How empirical kernels are computed: the choice of strategy, the memory, and what is computed only once."""
+"""How empirical kernels are computed: choice of strategy, memory use, and reuse of profiles and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from metabridge.models.network import with_group_norm
 
 
 def strategy_for(kernel: EmpiricalKernel, x: Tensor, samples: int) -> Strategy:
-    """Return the strategy for the kernel of a number of samples in the shape of x."""
+    """Return the strategy for the kernel of `samples` samples with the shape of those in `x`."""
     profile = kernel._prepare(kernel.part, x, None)[1].profile
     problem = KernelProblem(profile, kernel.outputs, kernel.memory, samples, samples, True, layer_overrides.on_cpu(x))
     return kernel._choose_strategy(problem, kernel.strategy)
@@ -59,7 +59,7 @@ def peak_memory(compute: Callable[[], object]) -> int:
 
 
 class Gated(nn.Module):
-    """A weight used outside its layer, whose gradient is zero while the gate is 0."""
+    """A network that uses a weight outside its layer, with zero gradient while the gate is 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,15 +70,15 @@ class Gated(nn.Module):
         return self.last(self.drop(x + self.gate * F.linear(x, self.loose.weight)))  # type: ignore[no-any-return]
 
 
-def test_a_network_is_measured_once_and_again_after_a_change() -> None:
+def test_a_network_is_profiled_once_and_again_after_a_change() -> None:
     net, x = build_seeded(Gated).eval(), random_normal(1, 4, 40)
-    passes: list[nn.Module] = []
-    net.register_forward_hook(lambda layer, inputs, output: passes.append(layer))
+    forward_calls: list[nn.Module] = []
+    net.register_forward_hook(lambda layer, inputs, output: forward_calls.append(layer))
     kernel = EmpiricalKernel(net, outputs="full", strategy="gradients")
     kernel.ntk(x)
-    first_passes = len(passes)
+    first_count = len(forward_calls)
     kernel.ntk(x)
-    assert len(passes) - first_passes == 2 < first_passes  # one for known layers, one for the other parameters
+    assert len(forward_calls) - first_count == 2 < first_count  # one for supported layers, one for the other parameters
     with torch.no_grad():
         net.gate.fill_(2.0)
     assert relative_error(kernel.ntk(x), explicit_kernel(net, x, x, "full", lambda name: True)) < 1e-9
@@ -91,7 +91,7 @@ def test_a_network_is_measured_once_and_again_after_a_change() -> None:
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("name", ["mlp", "conv4, group norm", "resnet12, evaluation mode"])
-def test_a_recorded_kernel_follows_changes_of_samples_and_parameters(name: str) -> None:
+def test_a_captured_kernel_follows_changes_of_samples_and_parameters(name: str) -> None:
     make, shape = NETS[name]
     net, x, z = make().cuda(), random_normal(1, 4, *shape).cuda(), random_normal(2, 4, *shape).cuda()
     kernel = EmpiricalKernel(net, outputs="full")
@@ -107,30 +107,30 @@ def test_a_recorded_kernel_follows_changes_of_samples_and_parameters(name: str) 
 
 
 def test_a_repeated_computation_is_replayed_until_something_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    recordings: list[FakeRecording] = []
+    captures: list[FakeCapture] = []
 
-    class FakeRecording:
+    class FakeCapture:
         def __init__(self, compute: Callable[[Tensor, Tensor | None], Tensor], x: Tensor, z: Tensor | None) -> None:
             self.compute, self.replays = compute, 0
-            recordings.append(self)
+            captures.append(self)
 
         def __call__(self, x: Tensor, z: Tensor | None) -> Tensor:
             self.replays += 1
             return self.compute(x, z)
 
-    monkeypatch.setattr(empirical, "_CapturedKernel", FakeRecording)
+    monkeypatch.setattr(empirical, "_CapturedKernel", FakeCapture)
     net, x, z = mlp(5, 3).double(), random_normal(1, 4, 5), random_normal(2, 4, 5)
     kernel = EmpiricalKernel(net)
     for points in (x, x, z):
         kernel._prepare("all", points, None)[1].capturable = True  # as on a GPU
         assert relative_error(kernel.ntk(points), EmpiricalKernel(net).ntk(points)) < 1e-12
-    assert [recording.replays for recording in recordings] == [2]
+    assert [capture.replays for capture in captures] == [2]
     assert relative_error(kernel.ntk(x[:3]), EmpiricalKernel(net).ntk(x[:3])) < 1e-12  # another size
-    assert [recording.replays for recording in recordings] == [2]
+    assert [capture.replays for capture in captures] == [2]
     with torch.no_grad():
         net.head.weight.mul_(2.0)
     assert relative_error(kernel.ntk(x), EmpiricalKernel(net).ntk(x)) < 1e-12
-    assert [recording.replays for recording in recordings] == [2]
+    assert [capture.replays for capture in captures] == [2]
 
 
 def test_linear_layers_are_factored_and_early_convolutions_materialized() -> None:
@@ -139,15 +139,15 @@ def test_linear_layers_are_factored_and_early_convolutions_materialized() -> Non
     strategy = strategy_for(kernel, x, 100)
     assert strategy.name == "gradients"
     assert strategy.tile == 100
-    assert [block.name for block in strategy.factored] == ["head.weight"]
+    assert [info.name for info in strategy.factored] == ["head.weight"]
 
 
 def test_a_gpu_takes_all_samples_in_one_pass_if_they_fit(use_gpu_path: None) -> None:
     net, x = with_group_norm(conv4(3, 84, 5, statistics="batch")), random_normal(1, 2, 3, 84, 84).float()
-    ample = EmpiricalKernel(net, outputs="full")
-    strategy = strategy_for(ample, x, 100)
+    kernel = EmpiricalKernel(net, outputs="full")
+    strategy = strategy_for(kernel, x, 100)
     assert (strategy.tile, strategy.chunk) == (100, 100)
-    strategy = strategy_for(replace(ample, memory=2**28), x, 100)
+    strategy = strategy_for(replace(kernel, memory=2**28), x, 100)
     assert strategy.tile == 100
     assert 1 < strategy.chunk < 50
 
@@ -161,8 +161,8 @@ def test_first_convolutions_are_computed_together_with_their_norms_and_pools(nam
     assert not prepared.profile.generic_names
 
 
-class Wide(nn.Module):
-    """A network with many outputs, from a parameter of no layer."""
+class ManyOutputs(nn.Module):
+    """A network with many outputs, whose only parameter does not belong to a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,6 +173,6 @@ class Wide(nn.Module):
 
 
 def test_products_are_chosen_for_many_outputs_and_few_samples() -> None:
-    net, x = Wide(), random_normal(1, 2, 8).float()
+    net, x = ManyOutputs(), random_normal(1, 2, 8).float()
     kernel = EmpiricalKernel(net, outputs="full")
     assert strategy_for(kernel, x, 2).name == "products"

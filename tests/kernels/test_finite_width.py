@@ -27,7 +27,7 @@ from metabridge.models import wide
 KERNEL = fully_connected_kernel(depth=3)
 WIDTHS = (32, 128, 512)
 NETS = 6
-TIME, STEPS = 0.1, 10  # steps so small that the inner loop follows gradient flow
+TIME, STEPS = 0.1, 10  # the steps are so small that the inner loop follows gradient flow
 INNER = {"steps": STEPS, "lr": TIME / STEPS, "loss": squared_loss}
 
 
@@ -49,20 +49,20 @@ def mean_errors(compare):
     return means
 
 
-def fall_with_width(means):
+def decreases_with_width(means):
     return all(wider < 0.7 * narrower for narrower, wider in pairwise(means))
 
 
-def test_meta_ntk_of_a_finite_net_approaches_the_metantk_by_second_order_gradients(episodes):
-    """Wang et al. 2022, eq. 106 with the empirical NTK, against eq. 4: they differ as the NTK changes in adaptation."""
+def test_the_meta_ntk_from_the_empirical_ntk_approaches_that_from_second_order_gradients(episodes):
+    """Wang et al. 2022, eq. 106 and 4. At finite width they differ, because the NTK changes during adaptation."""
     maml = method("maml", **INNER)
 
     def compare(net):
-        composed = meta_ntk(EmpiricalKernel(net), episodes.query_x, episodes.support_x, adapts="all", time=TIME)
-        return empirical_meta_ntk(maml, net, parameters(maml, net), episodes), composed
+        from_ntk = meta_ntk(EmpiricalKernel(net), episodes.query_x, episodes.support_x, adapts="all", time=TIME)
+        return empirical_meta_ntk(maml, net, parameters(maml, net), episodes), from_ntk
 
     means = mean_errors(compare)
-    assert fall_with_width(means)
+    assert decreases_with_width(means)
     assert means[-1] < 0.03
 
 
@@ -78,7 +78,7 @@ def test_mtl_kernel_is_the_limit_of_gradients_in_the_body_and_one_head_per_task(
             return empirical_meta_ntk(mtl, net, params, episodes), mtl_kernel(KERNEL, x, heads)
 
         means = mean_errors(compare)
-        assert fall_with_width(means)
+        assert decreases_with_width(means)
         assert means[-1] < 0.15
 
 
@@ -95,7 +95,7 @@ def test_mtl_kernel_between_tasks_with_independent_heads_vanishes(episodes):
         return limit + between, limit  # the error is the kernel between tasks, relative to its value with shared heads
 
     means = mean_errors(compare)
-    assert fall_with_width(means)
+    assert decreases_with_width(means)
     assert means[-1] < 0.15
 
 
@@ -103,7 +103,7 @@ def test_anil_kernel_is_the_limit_of_gradients_through_the_adaptation_of_the_hea
     anil = method("anil", **INNER, split=False)
     limit = anil_kernel(KERNEL, episodes.without_split().support_x, TIME)
     means = mean_errors(lambda net: (empirical_meta_ntk(anil, net, parameters(anil, net), episodes), limit))
-    assert fall_with_width(means)
+    assert decreases_with_width(means)
     assert means[-1] < 0.15
 
 
@@ -112,14 +112,14 @@ def test_a_step_of_gradient_descent_moves_the_outputs_as_the_meta_ntk_predicts(e
     maml = method("maml", steps=3, lr=0.01, loss=squared_loss)
     net, lr = wide(4, width=16, activation="tanh").double(), 1e-5
     params = parameters(maml, net)
-    kernel, before = empirical_meta_ntk(maml, net, params, episodes), predict(maml, net, params, episodes)
-    start = {name: value.detach().clone() for name, value in params.items()}
+    kernel, outputs = empirical_meta_ntk(maml, net, params, episodes), predict(maml, net, params, episodes)
+    initial_params = {name: value.detach().clone() for name, value in params.items()}
     (step,) = gradient_descent(Engine(maml, net), params, episodes, lr, 1)
-    residual = (before - episodes.query_y).flatten()
-    change = (predict(maml, net, params, episodes) - before).flatten()
+    residual = (outputs - episodes.query_y).flatten()
+    change = (predict(maml, net, params, episodes) - outputs).flatten()
     assert torch.allclose(change, -lr * kernel @ residual, rtol=1e-3, atol=1e-8)
     assert step.loss == pytest.approx(float(residual.square().sum() / 2))
-    length = math.sqrt(sum(float((params[name].detach() - old).square().sum()) for name, old in start.items()))
+    length = math.sqrt(sum(float((params[name].detach() - old).square().sum()) for name, old in initial_params.items()))
     assert step.length == pytest.approx(length)
 
 

@@ -29,23 +29,28 @@ METHODS = [
 
 
 def unit_variance(train, test):
+    """Return both sets of tasks with the targets divided by the standard deviation of the training targets."""
     scale = torch.cat([train.support_y, train.query_y], 1).std()
-    return [replace(e, support_y=e.support_y / scale, query_y=e.query_y / scale) for e in (train, test)]
+    return [
+        replace(episodes, support_y=episodes.support_y / scale, query_y=episodes.query_y / scale)
+        for episodes in (train, test)
+    ]
 
 
-def quadratics(seed=0, tasks=20, tests=20):
+def quadratics(seed=0, tasks=20, test_tasks=20):
     """Return the data of Wang et al. 2021, §5.1, with targets scaled to unit variance."""
     generator = torch.Generator().manual_seed(seed)
-    return unit_variance(Quadratic(shots=5, queries=5).sample(tasks, generator), Quadratic().sample(tests, generator))
+    train = Quadratic(shots=5, queries=5).sample(tasks, generator)
+    return unit_variance(train, Quadratic().sample(test_tasks, generator))
 
 
 @pytest.fixture(scope="module")
-def small():
-    train, test = quadratics(tasks=4, tests=3)
+def small_tasks():
+    train, test = quadratics(tasks=4, test_tasks=3)
     return train.to(dtype=torch.float64), test.to(dtype=torch.float64)
 
 
-def flow(gram, time):
+def operator_by_definition(gram, time):
     """Return M⁻¹(I − e^{−sM}) by definition."""
     decay = torch.zeros_like(gram) if math.isinf(time) else torch.from_numpy(expm(-time * gram.numpy()))
     return torch.linalg.solve(gram, torch.eye(len(gram), dtype=gram.dtype) - decay)
@@ -53,20 +58,20 @@ def flow(gram, time):
 
 @pytest.mark.parametrize("outer", [2.0, math.inf])
 @pytest.mark.parametrize(("name", "inner"), [("mtl", 0.0), ("anil", 0.3)])
-def test_prediction_without_a_split_equals_lemma_1(small, name, inner, outer):
-    train, test = small
+def test_prediction_without_a_split_equals_lemma_1(small_tasks, name, inner, outer):
+    train, test = small_tasks
     tasks = train.without_split()
     x, y, test_time = tasks.support_x, tasks.support_y, 0.7
     ntk, nngp = KERNEL.both(x.flatten(0, 1))
     same_task_mask = torch.block_diag(*torch.ones(4, 10, 10)).bool()
     decay = torch.block_diag(*(torch.from_numpy(expm(-inner * KERNEL.nngp(points).numpy())) for points in x))
     phi = torch.where(same_task_mask, ntk, ntk - nngp) if name == "mtl" else decay @ ntk @ decay
-    weights = decay @ flow(phi, outer) @ decay @ y.flatten(0, 1)
+    weights = decay @ operator_by_definition(phi, outer) @ decay @ y.flatten(0, 1)
     fitted = KernelLearner(KERNEL, name, inner_time=inner, test_time=test_time, outer_time=outer).fit(train)
     predictions = fitted.predict(test)
     for task in range(3):
         query, support = test.query_x[task], test.support_x[task]
-        adapted = KERNEL.nngp(query, support) @ flow(KERNEL.nngp(support), test_time)
+        adapted = KERNEL.nngp(query, support) @ operator_by_definition(KERNEL.nngp(support), test_time)
         body = [kernel - nngp for kernel, nngp in (KERNEL.both(z, x.flatten(0, 1)) for z in (query, support))]
         expected = adapted @ test.support_y[task] + (body[0] - adapted @ body[1]) @ weights
         assert torch.allclose(predictions[task], expected, atol=1e-8)
@@ -74,14 +79,14 @@ def test_prediction_without_a_split_equals_lemma_1(small, name, inner, outer):
 
 @pytest.mark.parametrize("outer", [2.0, math.inf])
 @pytest.mark.parametrize("name", ["maml", "anil-split"])
-def test_prediction_with_a_split_equals_theorem_2(small, name, outer):
-    train, test = small
+def test_prediction_with_a_split_equals_theorem_2(small_tasks, name, outer):
+    train, test = small_tasks
     inner = KERNEL.ntk if name == "maml" else KERNEL.nngp
 
     def explained(query, support, time):
-        return inner(query, support) @ flow(inner(support), time)
+        return inner(query, support) @ operator_by_definition(inner(support), time)
 
-    def between(tasks, others, time, other_time):
+    def task_kernel(tasks, others, time, other_time):
         rows = []
         for x, s in zip(tasks.query_x, tasks.support_x):
             row = []
@@ -95,17 +100,17 @@ def test_prediction_with_a_split_equals_theorem_2(small, name, outer):
     s, t = 0.3, 0.7
     sets = zip(train.query_x, train.query_y, train.support_x, train.support_y)
     residuals = [y - explained(x, sx, s) @ sy for x, y, sx, sy in sets]
-    weights = flow(between(train, train, s, s), outer) @ torch.cat(residuals)
+    weights = operator_by_definition(task_kernel(train, train, s, s), outer) @ torch.cat(residuals)
     inner_only = torch.stack(
         [explained(x, sx, t) @ sy for x, sx, sy in zip(test.query_x, test.support_x, test.support_y)]
     )
-    expected = inner_only + (between(test, train, t, s) @ weights).unflatten(0, inner_only.shape[:2])
+    expected = inner_only + (task_kernel(test, train, t, s) @ weights).unflatten(0, inner_only.shape[:2])
     predictions = KernelLearner(KERNEL, name, inner_time=s, test_time=t, outer_time=outer).fit(train).predict(test)
     assert torch.allclose(predictions, expected, atol=1e-8)
 
 
 def test_anil_does_not_depend_on_its_inner_time_unless_training_stops_early_or_has_a_ridge():
-    """Y − G_s = e^{−sK}Y cancels against Φ."""
+    """The factor e^{−sK} of Y − G_s = e^{−sK}Y cancels against that of Φ."""
     train, test = quadratics()
 
     def predict(time, **options):
@@ -116,10 +121,10 @@ def test_anil_does_not_depend_on_its_inner_time_unless_training_stops_early_or_h
     assert not torch.allclose(predict(0.0, outer_time=1.0), predict(0.5, outer_time=1.0), atol=1e-2)
 
 
-def test_the_gap_between_anil_and_mtl_falls_like_one_over_the_depth():
-    """Means over 5 seeds and 20 test tasks. Other seeds differ by a tenth."""
-    measured = {2: 1.19, 3: 0.78, 5: 0.44, 7: 0.32, 10: 0.23, 15: 0.15, 20: 0.11}
-    for depth, expected in measured.items():
+def test_the_gap_between_anil_and_mtl_decreases_like_one_over_the_depth():
+    """The expected gaps are means over 5 seeds and 20 test tasks. Those of other seeds differ by about 10 %."""
+    expected_gaps = {2: 1.19, 3: 0.78, 5: 0.44, 7: 0.32, 10: 0.23, 15: 0.15, 20: 0.11}
+    for depth, expected in expected_gaps.items():
         kernel, gaps = fully_connected_kernel(depth=depth), []
         for seed in range(5):
             train, test = quadratics(seed)
@@ -128,8 +133,8 @@ def test_the_gap_between_anil_and_mtl_falls_like_one_over_the_depth():
         assert float(torch.stack(gaps).mean()) == pytest.approx(expected, rel=0.15)
 
 
-def test_predict_functions_equal_the_learner(small):
-    train, test = small
+def test_predict_functions_equal_the_learner(small_tasks):
+    train, test = small_tasks
     pairs = [
         (predict_mtl(KERNEL, train, test), KernelLearner(KERNEL, "mtl")),
         (predict_maml(KERNEL, train, test, inner_time=0.5), KernelLearner(KERNEL, "maml", inner_time=0.5)),
@@ -139,8 +144,8 @@ def test_predict_functions_equal_the_learner(small):
 
 
 @pytest.mark.parametrize(("name", "times"), METHODS)
-def test_prediction_is_the_same_if_the_matrix_does_not_fit_in_memory(small, name, times):
-    train, test = small
+def test_prediction_is_the_same_if_the_matrix_does_not_fit_in_memory(small_tasks, name, times):
+    train, test = small_tasks
     direct = KernelLearner(KERNEL, name, **times).fit(train)
     iterative = KernelLearner(KERNEL, name, **times, memory=10_000).fit(train)
     assert "matrix" in vars(direct)
@@ -148,8 +153,8 @@ def test_prediction_is_the_same_if_the_matrix_does_not_fit_in_memory(small, name
     assert torch.allclose(direct.predict(test), iterative.predict(test), rtol=1e-6, atol=1e-6)
 
 
-def test_independent_heads_learn_nothing_from_other_tasks(small):
-    train, test = small
+def test_independent_heads_learn_nothing_from_other_tasks(small_tasks):
+    train, test = small_tasks
     fitted = KernelLearner(KERNEL, "mtl", heads="independent").fit(train)
     support_only = KERNEL.nngp(test.query_x[0], test.support_x[0]) @ torch.linalg.solve(
         KERNEL.nngp(test.support_x[0]), test.support_y[0]
@@ -173,8 +178,8 @@ def test_labels_become_one_hot_targets_and_evaluate_accepts_a_fitted_learner():
         assert evaluate(fitted, Blobs(), tasks=40).mean > 0.8
 
 
-def test_invalid_settings_and_tasks_are_named(small):
-    train, test = small
+def test_invalid_settings_and_tasks_are_named(small_tasks):
+    train, test = small_tasks
     with pytest.raises(InputError, match="method is 'reptile'"):
         KernelLearner(KERNEL, "reptile")
     with pytest.raises(InputError, match="ridge is -1, but must not be negative"):
@@ -221,14 +226,14 @@ def test_many_test_tasks_need_few_calls_of_the_kernel(name):
     kernel = CountingKernel(fully_connected_kernel(depth=3))
     fitted = KernelLearner(kernel, name, inner_time=0.3).fit(train)
     kernel.calls = 0
-    together = fitted.predict(test)
+    all_predictions = fitted.predict(test)
     assert kernel.calls < 80
-    one_by_one = torch.cat([fitted.predict(test[task]) for task in range(5)])
-    assert torch.allclose(together[:5], one_by_one, atol=1e-9)
+    single_predictions = torch.cat([fitted.predict(test[task]) for task in range(5)])
+    assert torch.allclose(all_predictions[:5], single_predictions, atol=1e-9)
 
 
-def test_no_kernel_exceeds_the_memory_with_many_support_points(small):
-    train, _ = small
+def test_no_kernel_exceeds_the_memory_with_many_support_points(small_tasks):
+    train, _ = small_tasks
     points = torch.randn(len(train), 25, *train.query_x.shape[2:], dtype=torch.float64)
     episodes = Episodes.split(points, points[..., :1], shots=24)
     sizes = []
@@ -245,8 +250,8 @@ def test_no_kernel_exceeds_the_memory_with_many_support_points(small):
     assert max(sizes) <= 100_000
 
 
-def test_inner_ridge_is_used_in_training(small):
-    train, _ = small
+def test_inner_ridge_is_used_in_training(small_tasks):
+    train, _ = small_tasks
     without_ridge, with_ridge = (
         KernelLearner(KERNEL, "anil", inner_time=0.3, inner_ridge=ridge).fit(train) for ridge in (0.0, 1.0)
     )
@@ -254,8 +259,8 @@ def test_inner_ridge_is_used_in_training(small):
 
 
 @pytest.mark.parametrize(("name", "times"), METHODS)
-def test_ridge_is_used_if_the_matrix_does_not_fit_in_memory(small, name, times):
-    train, test = small
+def test_ridge_is_used_if_the_matrix_does_not_fit_in_memory(small_tasks, name, times):
+    train, test = small_tasks
     direct, iterative = (
         KernelLearner(KERNEL, name, **times, ridge=0.3, memory=memory).fit(train) for memory in (2**32, 1)
     )
@@ -264,24 +269,24 @@ def test_ridge_is_used_if_the_matrix_does_not_fit_in_memory(small, name, times):
 
 
 @pytest.mark.parametrize(("name", "times"), METHODS)
-def test_long_training_with_a_ridge_approaches_training_to_convergence(small, name, times):
-    train, test = small
-    long, converged = (
+def test_long_training_with_a_ridge_approaches_training_to_convergence(small_tasks, name, times):
+    train, test = small_tasks
+    long_trained, converged = (
         KernelLearner(KERNEL, name, **times, outer_time=outer, ridge=0.3).fit(train).predict(test)
         for outer in (1e9, math.inf)
     )
-    torch.testing.assert_close(long, converged, rtol=1e-6, atol=1e-8)
+    torch.testing.assert_close(long_trained, converged, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize(("name", "times"), METHODS)
-def test_condition_number_includes_the_ridge(small, name, times):
-    fitted = KernelLearner(KERNEL, name, **times, ridge=0.3).fit(small[0])
+def test_condition_number_includes_the_ridge(small_tasks, name, times):
+    fitted = KernelLearner(KERNEL, name, **times, ridge=0.3).fit(small_tasks[0])
     values = torch.linalg.eigvalsh(fitted.matrix) + 0.3
     assert fitted.condition_number() == pytest.approx(float(values[-1] / values[0]))
 
 
-def test_matrix_of_independent_heads_is_the_mtl_kernel(small):
-    train = small[0]
+def test_matrix_of_independent_heads_is_the_mtl_kernel(small_tasks):
+    train = small_tasks[0]
     fitted = KernelLearner(KERNEL, "mtl", heads="independent").fit(train)
     expected = mtl_kernel(KERNEL, train.without_split().support_x, "independent")
     torch.testing.assert_close(fitted.matrix, expected)

@@ -120,11 +120,11 @@ def test_meta_ntk_equals_its_four_terms(tasks, adapts, time):
             )
             assert torch.allclose(result[4 * i : 4 * i + 4, 4 * j : 4 * j + 4], terms, atol=1e-10)
     assert is_positive_semidefinite(result)
-    single = meta_ntk(KERNEL, x[:1], support[:1], (x[1:], support[1:]), adapts=adapts, time=time)
-    assert torch.allclose(single, result[:4, 4:], atol=1e-10)
+    block = meta_ntk(KERNEL, x[:1], support[:1], (x[1:], support[1:]), adapts=adapts, time=time)
+    assert torch.allclose(block, result[:4, 4:], atol=1e-10)
 
 
-def test_sandwich_equals_a_product_of_block_diagonal_matrices():
+def test_block_diagonal_product_equals_the_product_of_block_diagonal_matrices():
     generator = torch.Generator().manual_seed(0)
     left, right = torch.randn(2, 3, 4, generator=generator), torch.randn(5, 2, 6, generator=generator)
     matrix = torch.randn(8, 30, generator=generator)
@@ -147,21 +147,22 @@ def test_body_kernel_between_tasks_remains_with_shared_heads_and_vanishes_with_i
     x, z = tasks[0][0], tasks[0][1]
     ntk, nngp = KERNEL.both(x, z)
     limit = ntk - nngp
-    shared, independent = {}, {}
+    shared_errors, independent_norms = {}, {}
     for width in (64, 1024):
         errors, norms = [], []
         for seed in range(8):
             net = wide(5, width=width, depth=3, seed=seed).double()
             generator = torch.Generator().manual_seed(100 + seed)
-            first, second = torch.randn(2, width, dtype=torch.float64, generator=generator)
-            left = gradients(net, x, first)
-            errors.append((left @ gradients(net, z, first).mT - limit).norm() / limit.norm())
-            norms.append((left @ gradients(net, z, second).mT).norm() / limit.norm())
-        shared[width], independent[width] = (float(torch.stack(values).mean()) for values in (errors, norms))
-    assert shared[1024] < 0.16
-    assert independent[1024] < 0.1
-    assert 1.8 < shared[64] / shared[1024] < 8  # √16 = 4 within a factor of about two
-    assert 1.8 < independent[64] / independent[1024] < 8
+            first_head, second_head = torch.randn(2, width, dtype=torch.float64, generator=generator)
+            left = gradients(net, x, first_head)
+            errors.append((left @ gradients(net, z, first_head).mT - limit).norm() / limit.norm())
+            norms.append((left @ gradients(net, z, second_head).mT).norm() / limit.norm())
+        shared_errors[width] = float(torch.stack(errors).mean())
+        independent_norms[width] = float(torch.stack(norms).mean())
+    assert shared_errors[1024] < 0.16
+    assert independent_norms[1024] < 0.1
+    assert 1.8 < shared_errors[64] / shared_errors[1024] < 8  # √16 = 4 within a factor of about two
+    assert 1.8 < independent_norms[64] / independent_norms[1024] < 8
 
 
 def test_support_set_explains_its_points_completely_at_infinite_time(tasks):

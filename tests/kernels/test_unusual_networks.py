@@ -50,28 +50,28 @@ def residual_block(net: CustomNet, x: Tensor) -> Tensor:
     return net.head(F.relu(y).mean((2, 3)))  # type: ignore[no-any-return]
 
 
-def shared_pool() -> nn.Module:
+def shared_pool_net() -> nn.Module:
     pool = nn.MaxPool2d(2)
     first = nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), pool, nn.ReLU()
     return nn.Sequential(*first, nn.Conv2d(4, 4, 2), nn.ReLU(), pool, nn.Flatten(), linear_head(4))
 
 
-def tied(last: Callable[[Tensor], Tensor]) -> nn.Module:
+def tied_net(output_function: Callable[[Tensor], Tensor]) -> nn.Module:
     """Return a network that also uses the weight of a layer outside it; the sum of its outputs may have no gradient."""
 
     def forward(net: CustomNet, x: Tensor) -> Tensor:
-        return last(net.head(torch.tanh(net.a(x.flatten(1))) @ net.a.weight[:, :6]))
+        return output_function(net.head(torch.tanh(net.a(x.flatten(1))) @ net.a.weight[:, :6]))
 
     return CustomNet(forward, a=nn.Linear(128, 5), head=linear_head(6))
 
 
-def tied_norm() -> nn.Module:
+def tied_norm_net() -> nn.Module:
     net = conv_with_norm(nn.Tanh())
     net[2].bias = net[2].weight
     return net
 
 
-def more_parameters() -> nn.Module:
+def layer_with_extra_parameter() -> nn.Module:
     layer = nn.Linear(128, 5)
     layer.factor = nn.Parameter(torch.ones(1))
     return CustomNet(
@@ -108,16 +108,16 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "a norm without bias": lambda: nn.Sequential(
         nn.Conv2d(2, 4, 3), without_bias(nn.GroupNorm(2, 4)), nn.Flatten(), linear_head(144)
     ),
-    "a norm whose bias is its weight": tied_norm,
-    "one pool used twice": shared_pool,
-    "tied, softmax": lambda: tied(lambda y: y.softmax(1)),
-    "tied, centered": lambda: tied(lambda y: y - y.mean(1, keepdim=True)),
+    "a norm whose bias is its weight": tied_norm_net,
+    "one pool used twice": shared_pool_net,
+    "tied, softmax": lambda: tied_net(lambda y: y.softmax(1)),
+    "tied, centered": lambda: tied_net(lambda y: y - y.mean(1, keepdim=True)),
     "several rows per sample": lambda: CustomNet(several_rows_per_sample, a=nn.Linear(64, 3), head=linear_head(6)),
     "samples in another order": lambda: CustomNet(reversed_samples, a=nn.Linear(128, 4), head=linear_head(4)),
     "an activation without a vmap rule": lambda: nn.Sequential(
         nn.Flatten(), nn.Linear(128, 5), nn.PReLU(), linear_head(5)
     ),
-    "a layer with more parameters": more_parameters,
+    "a layer with more parameters": layer_with_extra_parameter,
     "positive samples only": lambda: CustomNet(
         lambda net, x: net.head(torch.tanh(net.a(x.square().sub(1e-9).sqrt().flatten(1)))),
         a=nn.Linear(128, 4),
@@ -136,36 +136,36 @@ def test_the_kernel_equals_the_product_of_explicit_jacobians(name: str, gpu_path
     assert torch.equal(x, before)
 
 
-def recurrent(kind: type[nn.Module]) -> nn.Module:
+def recurrent_net(kind: type[nn.Module]) -> nn.Module:
     return CustomNet(lambda net, x: net.head(net.a(x)[0][:, -1]), a=kind(6, 4, batch_first=True), head=linear_head(4))
 
 
-def attending(weights: bool) -> nn.Module:
+def attention_net(need_weights: bool) -> nn.Module:
     def forward(net: CustomNet, x: Tensor) -> Tensor:
-        return net.head(net.a(x, x, x, need_weights=weights)[0].mean(1))  # type: ignore[no-any-return]
+        return net.head(net.a(x, x, x, need_weights=need_weights)[0].mean(1))  # type: ignore[no-any-return]
 
     return CustomNet(forward, a=nn.MultiheadAttention(6, 2, batch_first=True), head=linear_head(6))
 
 
-def transformer() -> nn.Module:
+def transformer_net() -> nn.Module:
     layer = nn.TransformerEncoderLayer(6, 2, 4, dropout=0.0, batch_first=True)
     return CustomNet(lambda net, x: net.head(net.a(x).mean(1)), a=layer, head=linear_head(6))
 
 
-def weight_normed() -> nn.Module:
+def weight_norm_net() -> nn.Module:
     return nn.Sequential(
         nn.Flatten(), nn.utils.parametrizations.weight_norm(nn.Linear(30, 4)), nn.Tanh(), linear_head(4)
     )
 
 
 SEQUENCES: dict[str, Callable[[], nn.Module]] = {
-    "GRU": lambda: recurrent(nn.GRU),
-    "LSTM": lambda: recurrent(nn.LSTM),
-    "RNN": lambda: recurrent(nn.RNN),
-    "attention": lambda: attending(weights=False),
-    "attention with its weights": lambda: attending(weights=True),
-    "transformer": transformer,
-    "weight norm": weight_normed,
+    "GRU": lambda: recurrent_net(nn.GRU),
+    "LSTM": lambda: recurrent_net(nn.LSTM),
+    "RNN": lambda: recurrent_net(nn.RNN),
+    "attention": lambda: attention_net(need_weights=False),
+    "attention with its weights": lambda: attention_net(need_weights=True),
+    "transformer": transformer_net,
+    "weight norm": weight_norm_net,
 }
 
 
@@ -188,7 +188,7 @@ def test_products_that_pytorch_cannot_compute_are_reported(name: str) -> None:
         EmpiricalKernel(build_seeded(SEQUENCES[name]), strategy="products").ntk(random_normal(1, 2, 5, 6))
 
 
-def embedded(kind: type[nn.Module]) -> nn.Module:
+def embedding_net(kind: type[nn.Module]) -> nn.Module:
     def forward(net: CustomNet, x: Tensor) -> Tensor:
         return net.head(torch.tanh(net.a(x.long())).flatten(1))  # type: ignore[no-any-return]
 
@@ -199,7 +199,7 @@ def embedded(kind: type[nn.Module]) -> nn.Module:
 @pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
 def test_networks_of_tokens_need_not_accept_noise(kind: type[nn.Module]) -> None:
     net, x = (
-        build_seeded(lambda: embedded(kind)),
+        build_seeded(lambda: embedding_net(kind)),
         torch.tensor([[0, 8, 0, 8, 8], [1, 2, 3, 4, 5], [5, 5, 0, 7, 2]]).double(),
     )
     exact = explicit_kernel(net, x, x, "full", lambda name: True)
@@ -277,7 +277,7 @@ def test_a_layer_with_two_names_keeps_its_parameters(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_network_that_changes_its_input_does_not_change_the_callers(strategy: str) -> None:
+def test_a_network_that_changes_its_input_does_not_change_the_input_of_the_caller(strategy: str) -> None:
     x, layers = random_normal(1, 4, 2, 8, 8), (nn.Flatten(), linear_head(128).double())
     before = x.clone()
     with_inplace, without_inplace = (

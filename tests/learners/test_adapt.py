@@ -99,11 +99,11 @@ def test_predictions_with_a_test_time_head_equal_the_scores_of_the_fitted_head(h
     assert torch.allclose(predict(learner, net, params, episodes), expected, atol=1e-9)
 
 
-def test_test_time_heads_accept_any_number_of_classes_and_learned_heads_only_theirs():
+def test_test_time_heads_accept_any_number_of_classes_and_learned_heads_only_their_own():
     net = mlp(4, 2).double()
     episodes = clusters((4,))
-    rows = method("mtl")
-    assert predict(rows, net, parameters(rows, net, classes=6), episodes).shape[-1] == 3
+    mtl = method("mtl")
+    assert predict(mtl, net, parameters(mtl, net, classes=6), episodes).shape[-1] == 3
     with pytest.raises(InputError, match="A label is 2, but the head has 2 outputs"):
         predict(method("maml"), net, parameters(method("maml"), net), episodes)
 
@@ -127,7 +127,7 @@ class WaitForAll(nn.Module):
         return x
 
 
-def adapted_and_predicted(name, net, params, episodes):
+def adapt_and_predict(name, net, params, episodes):
     learner = method(name)
     adapted = adapt(learner, net, params, episodes.support_x[0], episodes.support_y[0])
     return [adapted(episodes.query_x[0]), predict(learner, net, params, episodes)]
@@ -140,14 +140,14 @@ def test_threads_in_the_same_forward_pass_of_one_network_do_not_interfere(name, 
     )
     net, episodes = net.double(), [clusters((4,), tasks=1, seed=seed) for seed in range(THREADS)]
     params = parameters(method(name), net, classes=CLASSES)
-    scaled = [{n: (1 + thread / 10) * v.detach() for n, v in params.items()} for thread in range(THREADS)]
-    arguments = [(name, net, *pair) for pair in zip(scaled, episodes)]
-    expected = [adapted_and_predicted(*items) for items in arguments]
+    scaled_params = [{n: (1 + thread / 10) * v.detach() for n, v in params.items()} for thread in range(THREADS)]
+    arguments = [(name, net, *pair) for pair in zip(scaled_params, episodes)]
+    expected = [adapt_and_predict(*args) for args in arguments]
     monkeypatch.setattr(WaitForAll, "barrier", threading.Barrier(THREADS))
     with ThreadPoolExecutor(THREADS) as pool:
-        actual = list(pool.map(lambda items: adapted_and_predicted(*items), arguments))
-    for ours, reference in zip(actual, expected):
-        assert all(map(torch.equal, ours, reference))
+        actual = list(pool.map(lambda args: adapt_and_predict(*args), arguments))
+    for actual_outputs, expected_outputs in zip(actual, expected):
+        assert all(map(torch.equal, actual_outputs, expected_outputs))
 
 
 @pytest.mark.parametrize("make_net", [smooth_mlp, small_conv4])
@@ -159,29 +159,33 @@ def test_eight_threads_compute_the_same_bits_as_one(make_net):
         for seed in range(2)
         for name in PRESETS
     ]
-    expected = [adapted_and_predicted(*items) for items in arguments]
+    expected = [adapt_and_predict(*args) for args in arguments]
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
         with ThreadPoolExecutor(THREADS) as pool:
-            actual = list(pool.map(lambda items: adapted_and_predicted(*items), arguments * 3))
+            actual = list(pool.map(lambda args: adapt_and_predict(*args), arguments * 3))
     finally:
         sys.setswitchinterval(interval)
-    for ours, reference in zip(actual, expected * 3):
-        assert all(map(torch.equal, ours, reference))
+    for actual_outputs, expected_outputs in zip(actual, expected * 3):
+        assert all(map(torch.equal, actual_outputs, expected_outputs))
 
 
 def test_the_network_can_be_called_while_it_is_applied_with_other_parameters():
     net, episodes = smooth_mlp(), clusters((4,), tasks=1)
     params = {name: 2 * value.detach() for name, value in net.named_parameters()}
-    x, seen = episodes.support_x[0], []
+    x, called, outputs = episodes.support_x[0], threading.Event(), []
     expected = net(x)
-    net.features[1].register_forward_hook(
-        lambda *_: None if seen else seen.append(0) or seen.append(other.submit(net, x).result())
-    )
-    with ThreadPoolExecutor(1) as other:
+
+    def call_in_another_thread(*_):
+        if not called.is_set():  # the forward pass in the other thread runs this hook too
+            called.set()
+            outputs.append(pool.submit(net, x).result())
+
+    net.features[1].register_forward_hook(call_in_another_thread)
+    with ThreadPoolExecutor(1) as pool:
         adapt(method("maml"), net, params, x, episodes.support_y[0])
-    assert torch.equal(seen[1], expected)
+    assert torch.equal(outputs[0], expected)
 
 
 @pytest.mark.parametrize("name", ["maml", "imaml", "anil", "mtl", "r2d2"])
@@ -189,16 +193,18 @@ def test_adaptation_works_in_inference_mode(name):
     learner, net, episodes = METHODS[name], smooth_mlp(), clusters((4,))
     expected = predict(learner, net, parameters(learner, net, classes=CLASSES), episodes)
     with torch.inference_mode():
-        params, inside = parameters(learner, net, classes=CLASSES), episodes.clone()
-        actual = predict(learner, net, params, inside)
-        single = adapt(learner, net, params, inside.support_x[0], inside.support_y[0])(inside.query_x[0])
+        params, inference_episodes = parameters(learner, net, classes=CLASSES), episodes.clone()
+        actual = predict(learner, net, params, inference_episodes)
+        adapted = adapt(learner, net, params, inference_episodes.support_x[0], inference_episodes.support_y[0])
+        single = adapted(inference_episodes.query_x[0])
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(single, expected[0])
 
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", ["transformer", "multi-head attention", "attention"])
-def test_adaptation_of_attention_does_not_depend_on_the_mode_in_which_pytorch_has_a_fast_path(name, training):
+def test_adaptation_of_attention_is_the_same_in_training_and_evaluation_mode(name, training):
+    """In evaluation mode, PyTorch has a fast path for attention."""
     learner, net, episodes = METHODS["maml"], odd_net(name), odd_episodes(name)
     params = parameters(learner, net)
     expected = predict(learner, net.train(), params, episodes)
@@ -214,13 +220,14 @@ def test_a_network_created_in_inference_mode_adapts_with_its_buffers():
     with torch.inference_mode():
         net = conv4(1, 16, WAYS, filters=4, statistics="running").eval()
         params = parameters(method("maml"), net)
-        inside = predict(method("maml"), net, params, images)
-    outside = conv4(1, 16, WAYS, filters=4, statistics="running").eval()
-    torch.testing.assert_close(inside, predict(method("maml"), outside, parameters(method("maml"), outside), images))
+        actual = predict(method("maml"), net, params, images)
+    net = conv4(1, 16, WAYS, filters=4, statistics="running").eval()
+    expected = predict(method("maml"), net, parameters(method("maml"), net), images)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("name", ["maml", "anil", "mtl"])
-def test_a_network_whose_parameters_cannot_be_replaced_raises_an_error(name):
+def test_a_network_that_cannot_be_called_with_other_parameters_raises_an_error(name):
     class Holder:
         def __init__(self, layer):
             self.layer = layer

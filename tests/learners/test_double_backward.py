@@ -15,27 +15,27 @@ from metabridge.learners.double_backward import second_derivatives
 from metabridge.models import Network
 
 
-def flags():
+def enabled_backends():
     return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled()
 
 
 def test_the_last_thread_that_leaves_restores_the_attention_setting():
-    before, entered, left = flags(), threading.Event(), threading.Event()
+    before, entered, may_leave = enabled_backends(), threading.Event(), threading.Event()
 
-    def other():
+    def enter_and_wait():
         with second_derivatives(weight_norm=False):
             entered.set()
-            left.wait(timeout=60)
+            may_leave.wait(timeout=60)
 
-    thread = threading.Thread(target=other)
+    thread = threading.Thread(target=enter_and_wait)
     with second_derivatives(weight_norm=False):
         thread.start()
         assert entered.wait(timeout=60)
-        assert flags() == (False, False, True)
-    assert flags() == (False, False, True)
-    left.set()
+        assert enabled_backends() == (False, False, True)
+    assert enabled_backends() == (False, False, True)
+    may_leave.set()
     thread.join()
-    assert flags() == before
+    assert enabled_backends() == before
 
 
 def test_attention_is_twice_differentiable_inside_the_context():
@@ -48,9 +48,9 @@ def test_attention_is_twice_differentiable_inside_the_context():
 def test_weight_norm_has_the_correct_second_derivative_inside_the_context(dim):
     layer = parametrizations.weight_norm(nn.Linear(4, 3).double(), dim=dim)
     norm = layer.parametrizations.weight
-    pair = [norm.original0.detach().requires_grad_(), norm.original1.detach().requires_grad_()]
+    originals = [norm.original0.detach().requires_grad_(), norm.original1.detach().requires_grad_()]
     with second_derivatives(weight_norm=True):
-        assert torch.autograd.gradgradcheck(norm[0], pair)
+        assert torch.autograd.gradgradcheck(norm[0], originals)
 
 
 @pytest.mark.parametrize("name", ["attention", "multi-head attention"])
@@ -59,12 +59,12 @@ def test_imaml_through_attention_matches_finite_differences(name):
     params = parameters(learner, net, classes=CLASSES)
     engine = Engine(learner, net)
     gradients = engine(params, episodes).gradients
-    size = flattened(gradients).norm()
-    ahead, behind = (
-        float(engine({n: v.detach() + sign * 1e-5 * gradients[n] / size for n, v in params.items()}, episodes).loss)
+    norm = flattened(gradients).norm()
+    loss_after, loss_before = (
+        float(engine({n: v.detach() + sign * 1e-5 * gradients[n] / norm for n, v in params.items()}, episodes).loss)
         for sign in (1, -1)
     )
-    assert float(size) == pytest.approx((ahead - behind) / 2e-5, rel=1e-6)
+    assert float(norm) == pytest.approx((loss_after - loss_before) / 2e-5, rel=1e-6)
 
 
 def test_a_layer_without_second_derivative_raises_an_error_in_second_order_methods():

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cases import CLASSES, METHODS, NETS, clusters, flattened, odd_episodes, odd_net, relative, smooth_mlp
+from cases import CLASSES, METHODS, NETS, clusters, flattened, odd_episodes, odd_net, relative_error, smooth_mlp
 from metabridge import Engine, Episodes, InputError, heads, meta_gradient, method, parameters
 from metabridge.learners import task_gradients
 from metabridge.learners.engine import MAX_CAPTURES, Mode
@@ -32,21 +32,21 @@ def test_workers_use_one_thread_per_core_and_restore_the_thread_count():
     before = torch.get_num_threads()
     torch.set_num_threads(3)
     try:
-        seen, barrier = set(), threading.Barrier(3)
+        threads_seen, barrier = set(), threading.Barrier(3)
 
         def loss(prediction, target):
             thread = (threading.get_ident(), torch.get_num_threads())
-            if thread not in seen:
-                seen.add(thread)
-                barrier.wait(timeout=30)  # so that no thread computes two tasks
+            if thread not in threads_seen:
+                threads_seen.add(thread)
+                barrier.wait(timeout=30)  # until three threads compute a task at the same time
             return (prediction - target).square().mean()
 
         x = torch.randn(5, 4, 2)
         net = mlp(2, 2)
         learner = method("fo-maml", loss=loss)
         Engine(learner, net, mode="workers")(parameters(learner, net), Episodes(x, x, x, x))
-        assert len({thread for thread, _ in seen}) == 3
-        assert {threads for _, threads in seen} == {1}
+        assert len({thread for thread, _ in threads_seen}) == 3
+        assert {threads for _, threads in threads_seen} == {1}
         assert torch.get_num_threads() == 3
     finally:
         torch.set_num_threads(before)
@@ -85,7 +85,7 @@ def test_every_mode_computes_the_same_gradient(mode):
     engine = Engine(learner, smooth_mlp().to(device), mode=mode)
     for _ in range(2):  # captures, then replays
         actual = engine(on_device, episodes.to(device))
-        assert relative(flattened(actual.gradients).cpu(), flattened(expected.gradients)) < 1e-9
+        assert relative_error(flattened(actual.gradients).cpu(), flattened(expected.gradients)) < 1e-9
 
 
 def test_a_mode_without_a_branch_raises_an_error():
@@ -110,7 +110,7 @@ def test_without_a_gpu_the_captured_mode_runs_uncaptured():
     params = parameters(METHODS["anil"], net)
     captured = Engine(METHODS["anil"], net, mode="captured")(params, episodes)
     loop = Engine(METHODS["anil"], net, mode="loop")(params, episodes)
-    assert relative(flattened(captured.gradients), flattened(loop.gradients)) < 1e-12
+    assert relative_error(flattened(captured.gradients), flattened(loop.gradients)) < 1e-12
 
 
 def peak_memory(learner, net, episodes, flat) -> int:
@@ -145,33 +145,33 @@ def test_a_replayed_capture_computes_the_gradient_for_new_tasks_and_weights(name
     learner, net = case.method(name), case.make()
     params = parameters(learner, net, classes=CLASSES)
     reference = Engine(learner, net, mode="loop")
-    changed = {n: v.detach() * 1.01 for n, v in params.items()}
-    on_gpu = {n: v.detach().cuda() for n, v in params.items()}
+    new_params = {n: v.detach() * 1.01 for n, v in params.items()}
+    gpu_params = {n: v.detach().cuda() for n, v in params.items()}
     engine = Engine(learner, case.make().cuda(), mode="captured", flat=flat)
-    engine(on_gpu, clusters(case.shape, seed=1).to("cuda"))
-    for n, value in on_gpu.items():
-        value.copy_(changed[n])
-    actual = engine(on_gpu, clusters(case.shape).to("cuda"))
-    expected = reference(changed, clusters(case.shape))
-    assert relative(flattened(actual.gradients).cpu(), flattened(expected.gradients)) < 1e-9
+    engine(gpu_params, clusters(case.shape, seed=1).to("cuda"))
+    for n, value in gpu_params.items():
+        value.copy_(new_params[n])
+    actual = engine(gpu_params, clusters(case.shape).to("cuda"))
+    expected = reference(new_params, clusters(case.shape))
+    assert relative_error(flattened(actual.gradients).cpu(), flattened(expected.gradients)) < 1e-9
 
 
 @cuda
 @pytest.mark.parametrize("name", ["maml", "nal"])
 def test_alternating_batch_shapes_are_captured_once_each_with_correct_gradients(name):
-    learner, net, on_gpu = METHODS[name], smooth_mlp(), smooth_mlp().cuda()
+    learner, net, gpu_net = METHODS[name], smooth_mlp(), smooth_mlp().cuda()
     params = parameters(learner, net)
-    copies = {n: v.detach().cuda() for n, v in params.items()}
-    engine, reference = Engine(learner, on_gpu, mode="captured"), Engine(learner, net, mode="loop")
+    gpu_params = {n: v.detach().cuda() for n, v in params.items()}
+    engine, reference = Engine(learner, gpu_net, mode="captured"), Engine(learner, net, mode="loop")
     captures = []
     for turn in range(6):
         episodes = clusters((4,), tasks=3 - turn % 2, shots=2 + turn % 2, seed=turn)
         params = {n: 1.01 * v.detach() for n, v in params.items()}
-        for n, copy in copies.items():
+        for n, copy in gpu_params.items():
             copy.copy_(params[n])
-        actual = engine(copies, episodes.to("cuda"))
+        actual = engine(gpu_params, episodes.to("cuda"))
         expected = reference(params, episodes)
-        assert relative(flattened(actual.gradients).cpu(), flattened(expected.gradients)) < 1e-9
+        assert relative_error(flattened(actual.gradients).cpu(), flattened(expected.gradients)) < 1e-9
         captures.append(list(engine._captures.values()))
     assert len(captures[-1]) == 2
     assert captures[1] == captures[-1]
@@ -206,7 +206,7 @@ def test_captures_replayed_on_parallel_streams_give_the_correct_gradients():
     for (net, episodes), gradients, (engine, *_) in zip(cases, actual, engines):
         assert len(engine._captures) == 1
         expected = flattened(Engine(learner, net, mode="loop")(parameters(learner, net), episodes).gradients)
-        assert relative(torch.stack(gradients).cpu(), expected.expand(30, -1)) < 1e-9
+        assert relative_error(torch.stack(gradients).cpu(), expected.expand(30, -1)) < 1e-9
 
 
 @cuda
@@ -226,7 +226,7 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_with_one_warning(caplog):
 
 
 @pytest.mark.parametrize(
-    ("name", "change", "sentence"),
+    ("name", "change", "message"),
     [
         ("maml", lambda e: Episodes(e.support_x, e.support_y + 3, e.query_x, e.query_y), "A label is 5, but the head"),
         ("maml", lambda e: e.to(dtype=torch.float32), "Inputs are torch.float32, but the parameters are torch.float64"),
@@ -244,16 +244,16 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_with_one_warning(caplog):
         (
             "anil",
             lambda e: Episodes(e.support_x, e.support_x[..., :2], e.query_x, e.query_x[..., :2]),
-            "Targets have 2 values each, but the head has 3 outputs",
+            "Targets are vectors of length 2, but the head has 3 outputs",
         ),
     ],
 )
-def test_unsuitable_episodes_raise_an_error_with_a_clear_message(name, change, sentence):
+def test_unsuitable_episodes_raise_an_error_with_a_clear_message(name, change, message):
     net = smooth_mlp()
     params = parameters(METHODS[name], net, classes=CLASSES)
     with pytest.raises(InputError) as error:
         meta_gradient(METHODS[name], net, params, change(clusters((4,))))
-    assert sentence in str(error.value)
+    assert message in str(error.value)
 
 
 def test_missing_rows_unknown_modes_and_unsuitable_networks_raise_errors():
@@ -262,12 +262,12 @@ def test_missing_rows_unknown_modes_and_unsuitable_networks_raise_errors():
         parameters(method("mtl"), net)
     with pytest.raises(InputError, match="mode is 'fast', but must be one of 'auto', 'loop'"):
         Engine(method("maml"), net, mode="fast")
-    linear, partial = method("burer-monteiro"), method("maml", lr={"head": 0.1})
-    rows = parameters(linear, net, classes=CLASSES)
+    burer_monteiro, with_head_lr = method("burer-monteiro"), method("maml", lr={"head": 0.1})
+    params = parameters(burer_monteiro, net, classes=CLASSES)
     with pytest.raises(InputError, match="needs a linear network with one weight matrix"):
-        meta_gradient(linear, net, rows, episodes)
+        meta_gradient(burer_monteiro, net, params, episodes)
     with pytest.raises(InputError, match=r"none of them matches the parameter 'features\.1\.weight'"):
-        meta_gradient(partial, net, rows, episodes)
+        meta_gradient(with_head_lr, net, params, episodes)
 
 
 class FunctionalDropout(nn.Module):
@@ -330,18 +330,18 @@ def test_gradients_do_not_depend_on_the_number_of_threads_bit_for_bit(name):
 @pytest.mark.parametrize("name", ["maml", "anil", "mtl"])
 def test_buffers_are_updated_once_per_task_and_equally_in_every_mode(name):
     learner, episodes = METHODS[name], odd_episodes("buffers that move")
-    ends = []
+    final_buffers = []
     for mode in ("loop", "workers", "vectorized"):
         net = odd_net("buffers that move")
         params = parameters(learner, net, classes=CLASSES)
         Engine(learner, net, mode=mode)(params, episodes)
-        ends.append(dict(net.named_buffers()))
+        final_buffers.append(dict(net.named_buffers()))
     layer = odd_net("buffers that move").features.train()
     for x in (episodes if learner.split else episodes.without_split()).support_x:
         layer(x)
-    for end in ends:
-        torch.testing.assert_close(end["features.mean"], layer.mean)
-        assert end["features.calls"] == len(episodes)
+    for buffers in final_buffers:
+        torch.testing.assert_close(buffers["features.mean"], layer.mean)
+        assert buffers["features.calls"] == len(episodes)
     net = odd_net("buffers that move").eval()
     Engine(learner, net)(params, episodes)
     assert not any(value.any() for value in net.buffers())
@@ -365,8 +365,9 @@ def test_whole_numbers_that_bfloat16_rounds_and_integer_inputs_of_float_networks
     params = parameters(learner, net)
     with pytest.raises(InputError, match=r"integers such as 999, which torch\.bfloat16 rounds to 1000"):
         Engine(learner, net, dtype=torch.bfloat16)(params, Episodes(x, y, x, y))
-    for fine in (x / 999, x.clamp(max=256)):
-        assert Engine(learner, net, dtype=torch.bfloat16)(params, Episodes(fine, y, fine, y)).loss.isfinite()
+    for accepted_x in (x / 999, x.clamp(max=256)):
+        episodes = Episodes(accepted_x, y, accepted_x, y)
+        assert Engine(learner, net, dtype=torch.bfloat16)(params, episodes).loss.isfinite()
     with pytest.raises(InputError, match=r"Inputs are torch\.int64, but this network takes floating-point inputs"):
         Engine(learner, net)(params, Episodes(x.long(), y, x.long(), y))
 
@@ -385,14 +386,14 @@ def test_a_network_that_vmap_cannot_run_is_computed_task_by_task_with_one_warnin
     assert ["cannot vectorize this network" in record.message for record in caplog.records] == [True]
     expected = Engine(learner, net, mode="loop")(params, episodes)
     for result in (actual, again):
-        assert relative(flattened(result.gradients), flattened(expected.gradients)) < 1e-12
+        assert relative_error(flattened(result.gradients), flattened(expected.gradients)) < 1e-12
 
 
 def test_one_classifier_over_all_classes_raises_an_error_for_real_targets():
     learner, net = method("rfs", test_solver=heads.RidgeClassifier()), mlp(2, 1)
     x, y = torch.randn(3, 4, 2), torch.randn(3, 4, 1)
     episodes = Episodes(x, y, x, y, classes=torch.tensor([[0], [1], [2]]))
-    with pytest.raises(InputError, match="one classifier over all classes, but the targets are values"):
+    with pytest.raises(InputError, match="one classifier over all classes, but the targets are real-valued"):
         Engine(learner, net)(parameters(learner, net, classes=7), episodes)
 
 

@@ -20,7 +20,7 @@ from cases import (
     flattened,
     odd_episodes,
     odd_net,
-    relative,
+    relative_error,
     smooth_mlp,
 )
 from metabridge.episodes import Episodes
@@ -37,44 +37,45 @@ def compute(learner: Method, net: Network, params: Params, episodes: Episodes, m
 
 
 def objective(learner: Method, net: Network, params: Params, episodes: Episodes) -> Callable[[Params], Tensor]:
-    """Return the function of the trained parameters whose gradient the method's outer rule computes."""
+    """Return the function of the trained parameters whose gradient is the outer gradient of the method."""
     tasks = [(episodes if learner.split else episodes.without_split())[i] for i in range(len(episodes))]
 
-    def mean(loss: Callable[[Episodes, Params], Tensor], values: list[Params]) -> Tensor:
+    def mean_loss(loss: Callable[[Episodes, Params], Tensor], values: list[Params]) -> Tensor:
         return torch.stack([loss(task, value) for task, value in zip(tasks, values)]).mean()
 
-    def at(weights: Params, x: Tensor, y: Tensor) -> Tensor:
+    def loss_at(weights: Params, x: Tensor, y: Tensor) -> Tensor:
         return learner.loss(apply_head(weights, apply_features(net, weights, x)), y)
 
-    def query(task: Episodes, weights: Params) -> Tensor:
-        return at(weights, task.query_x[0], task.query_y[0])
+    def query_loss(task: Episodes, weights: Params) -> Tensor:
+        return loss_at(weights, task.query_x[0], task.query_y[0])
 
-    def adapted(task: Episodes, weights: Params) -> Params:
+    def adapt_to_task(task: Episodes, weights: Params) -> Params:
         return adapt(learner, net, weights, task.support_x[0], task.support_y[0]).params
 
-    def first_order(task: Episodes, weights: Params) -> Params:
-        """Support features and inner gradients are constants; the start and the solver's parameters are not."""
+    def adapt_first_order(task: Episodes, weights: Params) -> Params:
+        """Adapt, treating support features and inner gradients as constants."""
         body = {name: value for name, value in weights.items() if name.startswith("features.")}
         if learner.training_head == "solved":
-            return adapted(task, params | {n: v for n, v in weights.items() if n.startswith("solver.")}) | body
+            return adapt_to_task(task, params | {n: v for n, v in weights.items() if n.startswith("solver.")}) | body
         result = body.copy()
-        for name, value in adapted(task, params).items():
+        for name, value in adapt_to_task(task, params).items():
             if learner.adapts == "all" or name.startswith("head."):
-                rate = f"rates.{name}"
-                ratio = weights[rate] / params[rate] if rate in params else 1.0
+                rate_name = f"rates.{name}"
+                ratio = weights[rate_name] / params[rate_name] if rate_name in params else 1.0
                 result[name] = weights[name] - ratio * (params[name] - value)
         return result
 
     if learner.outer == "first-order":
-        return lambda weights: mean(query, [first_order(task, weights) for task in tasks])
+        return lambda weights: mean_loss(query_loss, [adapt_first_order(task, weights) for task in tasks])
     if learner.outer == "displacement":  # the Moreau envelope min ℓ(θ') + λ/2‖θ' − θ‖²
 
         def envelope(task: Episodes, weights: Params) -> Tensor:
-            near = adapted(task, weights)
-            gap = sum((near[name] - weights[name]).square().sum() for name in near)
-            return at(near, task.support_x[0], task.support_y[0]) + learner.inner.strength / 2 * gap
+            minimum = adapt_to_task(task, weights)
+            squared_distance = sum((minimum[name] - weights[name]).square().sum() for name in minimum)
+            support_loss = loss_at(minimum, task.support_x[0], task.support_y[0])
+            return support_loss + learner.inner.strength / 2 * squared_distance
 
-        return lambda weights: mean(envelope, [weights] * len(tasks))
+        return lambda weights: mean_loss(envelope, [weights] * len(tasks))
     return lambda weights: compute(learner, net, weights, episodes).loss
 
 
@@ -82,10 +83,10 @@ def objective(learner: Method, net: Network, params: Params, episodes: Episodes)
 def directional_derivative(
     function: Callable[[Params], Tensor], params: Params, direction: Params, step: float = 1e-5
 ) -> float:
-    def shifted(sign: float) -> float:
+    def value_after_shift(sign: float) -> float:
         return float(function({n: v.detach() + sign * step * direction.get(n, 0.0) for n, v in params.items()}))
 
-    return (shifted(1) - shifted(-1)) / (2 * step)
+    return (value_after_shift(1) - value_after_shift(-1)) / (2 * step)
 
 
 @pytest.mark.parametrize("net_name", NETS)
@@ -99,7 +100,7 @@ def test_meta_gradient_matches_finite_differences_on_every_engine(name, net_name
     results = {engine: compute(learner, net, params, episodes, *engine) for engine in ENGINES}
     reference = flattened(results["loop", False].gradients)
     for engine, result in results.items():
-        assert relative(flattened(result.gradients), reference) < 1e-9, engine
+        assert relative_error(flattened(result.gradients), reference) < 1e-9, engine
         assert float(result.loss) == pytest.approx(float(results["loop", False].loss), rel=1e-12)
 
     if name == "reptile":
@@ -114,8 +115,8 @@ def test_meta_gradient_matches_finite_differences_on_every_engine(name, net_name
         {n: torch.randn(v.shape, generator=generator, dtype=v.dtype) for n, v in gradients.items()} for _ in range(3)
     ]
     for direction in directions:
-        size = flattened(direction).norm()
-        unit = {n: v / size for n, v in direction.items()}
+        norm = flattened(direction).norm()
+        unit = {n: v / norm for n, v in direction.items()}
         expected = directional_derivative(function, params, unit, case.step)
         actual = float(flattened(gradients) @ flattened(unit))
         assert actual == pytest.approx(expected, rel=1e-6, abs=1e-7 * float(reference.norm()))
@@ -125,29 +126,29 @@ def test_meta_gradient_matches_finite_differences_on_every_engine(name, net_name
 @pytest.mark.parametrize("name", METHODS)
 def test_engines_agree_on_odd_networks_and_exact_gradients_match_finite_differences(name, net_name):
     learner, net, episodes = METHODS[name], odd_net(net_name), odd_episodes(net_name)
-    solved = isinstance(learner.inner, Proximal) and learner.inner is CONVERGED_PROXIMAL
-    if solved:  # tested at its minimum above
+    is_converged = isinstance(learner.inner, Proximal) and learner.inner is CONVERGED_PROXIMAL
+    if is_converged:  # the test above covers the converged solver
         learner = replace(learner, inner=Proximal(steps=3, lr=0.1, cg_steps=2))
     params = parameters(learner, net, classes=CLASSES)
 
     def result(mode: str = "loop", params: Params = params) -> MetaGradient:
-        return compute(learner, deepcopy(net), params, episodes, mode)  # a forward pass may change its buffers
+        return compute(learner, deepcopy(net), params, episodes, mode)  # a forward pass may change the buffers
 
     reference = result()
     gradients = flattened(reference.gradients)
     for mode in ("workers", "vectorized"):
         other = result(mode)
-        assert relative(flattened(other.gradients), gradients) < 1e-10, mode
+        assert relative_error(flattened(other.gradients), gradients) < 1e-10, mode
         assert float(other.loss) == pytest.approx(float(reference.loss), rel=1e-12)
-    if learner.outer in ("first-order", "displacement") or solved:
+    if learner.outer in ("first-order", "displacement") or is_converged:
         return
     generator = torch.Generator().manual_seed(1)
     direction = {
         n: v + torch.randn(v.shape, generator=generator, dtype=v.dtype) * gradients.norm() / v.numel() ** 0.5
         for n, v in reference.gradients.items()
     }
-    size = flattened(direction).norm()
-    unit = {n: v / size for n, v in direction.items()}
+    norm = flattened(direction).norm()
+    unit = {n: v / norm for n, v in direction.items()}
     expected = directional_derivative(lambda p: result(params=p).loss, params, unit)
     assert float(gradients @ flattened(unit)) == pytest.approx(expected, rel=1e-6, abs=1e-7 * float(gradients.norm()))
 
@@ -166,8 +167,8 @@ def test_burer_monteiro_gradient_matches_finite_differences():
     for mode, flat in ENGINES:
         result = compute(learner, net, params, episodes, mode, flat)
         assert float(result.loss) == pytest.approx(loss.item(), rel=1e-12)
-        assert relative(result.gradients["features.1.weight"], expected[0]) < 1e-9
-        assert relative(result.gradients["heads.weight"], expected[1]) < 1e-9
+        assert relative_error(result.gradients["features.1.weight"], expected[0]) < 1e-9
+        assert relative_error(result.gradients["heads.weight"], expected[1]) < 1e-9
 
 
 def test_reptile_gradient_is_the_displacement_of_several_steps():
@@ -177,15 +178,15 @@ def test_reptile_gradient_is_the_displacement_of_several_steps():
     unsplit = episodes.without_split()
     shifted = adapt(learner, net, params, unsplit.support_x[0], unsplit.support_y[0]).params
     expected = {name: params[name].detach() - shifted[name] for name in shifted}
-    assert relative(flattened(compute(learner, net, params, episodes).gradients), flattened(expected)) < 1e-12
+    assert relative_error(flattened(compute(learner, net, params, episodes).gradients), flattened(expected)) < 1e-12
 
 
 def test_first_order_gradient_differs_from_the_exact_one():
     net, episodes = smooth_mlp(), clusters((4,))
-    exact, first = (METHODS[name] for name in ("maml", "fo-maml"))
+    exact, first_order = (METHODS[name] for name in ("maml", "fo-maml"))
     params = parameters(exact, net)
-    gradients = [flattened(compute(m, net, params, episodes).gradients) for m in (exact, first)]
-    assert relative(gradients[1], gradients[0]) > 1e-2
+    gradients = [flattened(compute(m, net, params, episodes).gradients) for m in (exact, first_order)]
+    assert relative_error(gradients[1], gradients[0]) > 1e-2
 
 
 def test_imaml_on_a_quadratic_equals_its_closed_form():
@@ -198,19 +199,19 @@ def test_imaml_on_a_quadratic_equals_its_closed_form():
     strength = 0.7
     learner = Method("head", Proximal(strength=strength, steps=3000, lr=0.1, cg_steps=3), outer="implicit")
     params = parameters(learner, net)
-    body, start = params["features.1.weight"].detach(), params["head.weight"].detach()[0]
+    body, initial_head = params["features.1.weight"].detach(), params["head.weight"].detach()[0]
     support, query = x[0, :6] @ body.T, x[0, 6:] @ body.T
     A, b = support.T @ support / 6, support.T @ y[0, :6, 0] / 6
     eye = torch.eye(3, dtype=torch.float64)
-    adapted = torch.linalg.solve(A + strength * eye, b + strength * start)
+    adapted = torch.linalg.solve(A + strength * eye, b + strength * initial_head)
     query_grad = query.T @ (query @ adapted - y[0, 6:, 0]) / 6
     expected = strength * torch.linalg.solve(A + strength * eye, query_grad)
     result = compute(learner, net, params, episodes)
     assert float(result.loss) == pytest.approx(float((query @ adapted - y[0, 6:, 0]).square().mean() / 2), rel=1e-9)
-    assert relative(result.gradients["head.weight"][0], expected) < 1e-9
+    assert relative_error(result.gradients["head.weight"][0], expected) < 1e-9
 
 
-def test_gathered_rows_of_multi_task_learning_equal_separate_heads():
+def test_head_rows_of_multi_task_learning_equal_separate_heads():
     net, episodes = smooth_mlp(), clusters((4,))
     learner = METHODS["mtl"]
     params = parameters(learner, net, classes=CLASSES)
@@ -228,7 +229,7 @@ def test_gathered_rows_of_multi_task_learning_equal_separate_heads():
     expected = torch.autograd.grad(sum(losses) / len(losses), [params[name] for name in names])
     result = compute(learner, net, params, episodes, "vectorized")
     for name, value in zip(names, expected):
-        assert relative(result.gradients[name], value) < 1e-12
+        assert relative_error(result.gradients[name], value) < 1e-12
 
 
 def test_rfs_is_one_classifier_over_all_training_classes():
@@ -252,7 +253,7 @@ def test_frozen_and_solved_heads_are_not_trained():
 
 
 def test_the_gradient_of_a_custom_loss_matches_finite_differences():
-    """The loss is robust, on regression tasks."""
+    """The loss is Σ log cosh of the errors, on regression tasks."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 8, 2, generator=generator, dtype=torch.float64)
     episodes = Episodes(x[:, :4], x[:, :4].sin(), x[:, 4:], x[:, 4:].sin())
@@ -270,6 +271,6 @@ def test_gradients_with_bfloat16_features_are_close_to_those_in_full_precision()
         params = parameters(METHODS[name], net, classes=CLASSES)
         full = Engine(METHODS[name], net, mode="vectorized")(params, episodes)
         half = Engine(METHODS[name], net, mode="vectorized", dtype=torch.bfloat16)(params, episodes)
-        error = relative(flattened(half.gradients), flattened(full.gradients))
+        error = relative_error(flattened(half.gradients), flattened(full.gradients))
         assert 1e-5 < error < 0.05  # different, but only by rounding
         assert all(value.dtype == torch.float32 for value in half.gradients.values())

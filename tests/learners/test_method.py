@@ -13,8 +13,8 @@ from metabridge.learners.method import balancing_regularizer, method_name
 from metabridge.models import mlp
 from metabridge.solvers import GradientDescent, Proximal, RidgeSolver, Solver, SVMSolver
 
-EXACT_SOLVER_NAMES = ", ".join(kind.__name__ for kind in Solver.registry.values() if kind.solves_exactly)
-GD, GD_AT_TEST = GradientDescent(), GradientDescent(steps=2)
+EXACT_SOLVER_NAMES = ", ".join(cls.__name__ for cls in Solver.registry.values() if cls.solves_exactly)
+GD, TEST_SOLVER = GradientDescent(), GradientDescent(steps=2)
 
 
 def test_a_preset_is_found_by_its_name():
@@ -59,15 +59,15 @@ def test_options_change_the_solver_or_the_method():
     assert method("mtl", penalty=2.0).test_solver == LogisticRegression(penalty=2.0, normalize=True)
     assert method("metaoptnet", C=1.0).inner == SVMSolver(C=1.0)
     assert method("maml", inner=Proximal(), steps=3).inner == Proximal(steps=3)
-    assert method("mtl", test_solver=GD_AT_TEST, lr=0.3, training_head="learned").test_solver == GradientDescent(
+    assert method("mtl", test_solver=TEST_SOLVER, lr=0.3, training_head="learned").test_solver == GradientDescent(
         steps=2, lr=0.3
     )
 
 
 @pytest.mark.parametrize(
-    ("make", "sentence"),
+    ("make", "message"),
     [
-        (lambda: method("mamel"), "There is no method 'mamel'. The methods are maml, fo-maml, anil"),
+        (lambda: method("mamel"), "method is 'mamel', but must be one of maml, fo-maml, anil"),
         (lambda: method("maml", rate=0.1), "maml has no option 'rate'. Its options are lr, rates, steps"),
         (lambda: method("maml", steps=-1), "steps is -1"),
         (lambda: method("maml", lr=0.0), "lr is 0.0, but must be a positive number"),
@@ -76,8 +76,8 @@ def test_options_change_the_solver_or_the_method():
         (lambda: method("imaml", strength=-1.0), "strength is -1.0"),
         (lambda: method("imaml", tolerance=-1.0), "tolerance is -1.0"),
         (lambda: Method("body", GD), "adapts is 'body'"),
-        (lambda: Method("none", GD), "contradict each other"),
-        (lambda: Method("all", None, outer="plain"), "contradict each other"),
+        (lambda: Method("none", GD), "adapts is 'none', but inner is GradientDescent"),
+        (lambda: Method("all", None, outer="plain"), "adapts is 'all', but inner is None"),
         (lambda: Method("all", GD, outer="implicit"), "which GradientDescent does not support"),
         (
             lambda: Method("head", RidgeSolver(), outer="implicit", training_head="solved"),
@@ -102,10 +102,10 @@ def test_options_change_the_solver_or_the_method():
         (lambda: Method("none", None, outer="plain"), "Set test_solver to a solver or a head"),
     ],
 )
-def test_a_contradictory_combination_raises_an_error_with_a_clear_message(make, sentence):
+def test_a_contradictory_combination_raises_an_error_with_a_clear_message(make, message):
     with pytest.raises(InputError) as error:
         make()
-    assert sentence in str(error.value)
+    assert message in str(error.value)
 
 
 def test_the_representation_of_a_method_names_functions_and_omits_the_default_loss():
@@ -117,20 +117,21 @@ def test_the_representation_of_a_method_names_functions_and_omits_the_default_lo
 
 
 def test_the_solver_at_test_time_uses_its_own_learning_rate():
-    learned = GradientDescent(2, 0.01, "per-tensor")
+    learned_rates = GradientDescent(2, 0.01, "per-tensor")
     net = mlp(1, 1, activation="tanh")
-    params = parameters(Method("all", learned), net)
+    params = parameters(Method("all", learned_rates), net)
     x = torch.linspace(-1, 1, 5)[:, None]
-    ends = {}
+    outputs = {}
     for lr in (0.01, 0.5):
-        both = Method("all", learned, test_solver=GradientDescent(1, lr)), Method("all", GradientDescent(1, lr))
-        ends[lr] = [adapt(one, net, params, x, x.sin())(x) for one in both]
-        assert torch.equal(*ends[lr])
-    assert not torch.allclose(ends[0.01][0], ends[0.5][0])
+        solver = GradientDescent(1, lr)
+        methods = Method("all", learned_rates, test_solver=solver), Method("all", solver)
+        outputs[lr] = [adapt(learner, net, params, x, x.sin())(x) for learner in methods]
+        assert torch.equal(*outputs[lr])
+    assert not torch.allclose(outputs[0.01][0], outputs[0.5][0])
 
 
 @pytest.mark.parametrize(
-    ("make", "complaint"),
+    ("make", "message"),
     [
         (lambda: method("nal", rates="per-element"), "test_solver has rates='per-element'"),
         (lambda: method("reptile", rates="per-tensor"), "which learns no rates"),
@@ -145,6 +146,6 @@ def test_the_solver_at_test_time_uses_its_own_learning_rate():
         (lambda: method("maml", lr=None), "lr is None, but must be a positive number"),
     ],
 )
-def test_wrong_solvers_and_unlearnable_rates_raise_errors(make, complaint):
-    with pytest.raises(InputError, match=complaint):
+def test_wrong_solvers_and_unlearnable_rates_raise_errors(make, message):
+    with pytest.raises(InputError, match=message):
         make()

@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from cases import CLASSES, CONVERGED_PROXIMAL, METHODS, clusters, relative, smooth_mlp
+from cases import CLASSES, CONVERGED_PROXIMAL, METHODS, clusters, relative_error, smooth_mlp
 from metabridge import InputError, fit, method
 from metabridge.environments import Sinusoid
 from metabridge.learners import adapt, parameters
@@ -27,14 +27,14 @@ def frozen_mlp() -> Network:
     return net
 
 
-def constant_mlp() -> Network:
+def mlp_with_buffers() -> Network:
     """Return the same network with buffers in place of the frozen parameters."""
     net = smooth_mlp()
     for name in FROZEN:
-        path, _, role = name.rpartition(".")
-        layer, value = net.get_submodule(path), net.get_parameter(name).detach()
-        delattr(layer, role)
-        layer.register_buffer(role, value)
+        layer_name, _, attribute = name.rpartition(".")
+        layer, value = net.get_submodule(layer_name), net.get_parameter(name).detach()
+        delattr(layer, attribute)
+        layer.register_buffer(attribute, value)
     return net
 
 
@@ -43,7 +43,7 @@ def constant_mlp() -> Network:
     [*((name, "workers") for name in METHODS), *((name, "vectorized") for name in ("maml", "anil", "imaml", "r2d2"))],
 )
 def test_frozen_parameters_are_constants_in_training_and_adaptation(name: str, mode: Mode) -> None:
-    learner, episodes, nets = METHODS[name], clusters((4,), tasks=2), (frozen_mlp(), constant_mlp())
+    learner, episodes, nets = METHODS[name], clusters((4,), tasks=2), (frozen_mlp(), mlp_with_buffers())
     if learner.inner is CONVERGED_PROXIMAL:  # a less precise solution suffices
         learner = replace(learner, inner=Proximal(steps=4, lr=0.1, cg_steps=3))
     params = [parameters(learner, net, classes=CLASSES) for net in nets]
@@ -52,11 +52,11 @@ def test_frozen_parameters_are_constants_in_training_and_adaptation(name: str, m
     actual, expected = (Engine(learner, net, mode=mode)(values, episodes) for net, values in zip(nets, params))
     assert actual.gradients.keys() == expected.gradients.keys()
     for key, value in expected.gradients.items():
-        assert value.norm() == actual.gradients[key].norm() == 0 or relative(actual.gradients[key], value) < 1e-9
-    assert relative(*(predict(learner, net, values, episodes) for net, values in zip(nets, params))) < 1e-9
+        assert value.norm() == actual.gradients[key].norm() == 0 or relative_error(actual.gradients[key], value) < 1e-9
+    assert relative_error(*(predict(learner, net, values, episodes) for net, values in zip(nets, params))) < 1e-9
     x, y, query = episodes.support_x[0], episodes.support_y[0], episodes.query_x[0]
     adapted = [adapt(learner, net, values, x, y) for net, values in zip(nets, params)]
-    assert relative(*(one(query) for one in adapted)) < 1e-9
+    assert relative_error(*(network(query) for network in adapted)) < 1e-9
     assert all(torch.equal(adapted[0].params[name], params[0][name]) for name in FROZEN)
 
 
@@ -86,25 +86,25 @@ def test_a_frozen_head_does_not_adapt_when_all_layers_do() -> None:
 
 def test_a_frozen_head_raises_an_error_if_only_the_head_adapts_and_is_ignored_if_it_is_solved() -> None:
     net, episodes = smooth_mlp(), clusters((4,))
-    free = Engine(method("r2d2"), net)(parameters(method("r2d2"), net), episodes)
+    expected = Engine(method("r2d2"), net)(parameters(method("r2d2"), net), episodes)
     net.head.bias.requires_grad_(False)
     anil = method("anil")
     params = parameters(anil, net)
     for compute in (Engine(anil, net), partial(predict, anil, net)):
         with pytest.raises(InputError, match=r"'head.bias' has requires_grad=False.*training_head='frozen'"):
             compute(params, episodes)
-    again = Engine(method("r2d2"), net)(parameters(method("r2d2"), net), episodes)
-    assert torch.equal(again.loss, free.loss)
-    assert again.gradients.keys() == free.gradients.keys()
+    actual = Engine(method("r2d2"), net)(parameters(method("r2d2"), net), episodes)
+    assert torch.equal(actual.loss, expected.loss)
+    assert actual.gradients.keys() == expected.gradients.keys()
 
 
-def test_a_completely_frozen_network_raises_an_error_unless_the_solver_learns() -> None:
+def test_a_completely_frozen_network_raises_an_error_unless_the_solver_has_parameters() -> None:
     net, episodes = smooth_mlp(), clusters((4,))
     net.requires_grad_(False)
     maml, r2d2 = method("maml"), method("r2d2")
     with pytest.raises(InputError, match="every parameter of the network has requires_grad=False"):
         Engine(maml, net)(parameters(maml, net), episodes)
-    solver = Engine(r2d2, net)(parameters(r2d2, net), episodes).gradients
-    assert solver.keys() == {"solver.log_penalty", "solver.log_scale"}
+    gradients = Engine(r2d2, net)(parameters(r2d2, net), episodes).gradients
+    assert gradients.keys() == {"solver.log_penalty", "solver.log_scale"}
     with pytest.raises(InputError, match="there is nothing to train"):
         fit(net.float(), method("anil-frozen"), Sinusoid(), iterations=1, progress=False)

@@ -22,7 +22,7 @@ def random_architectures(count: int, seed: int = 0) -> list[Architecture]:
     return [random_architecture(generator) for _ in range(count)]
 
 
-def test_a_cell_has_nine_edges_from_every_earlier_source():
+def test_every_node_has_an_edge_from_every_earlier_source():
     assert EDGES == ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2), (2, 3))
     assert len(set(OPERATORS)) == 7
 
@@ -44,13 +44,14 @@ def test_an_architecture_prints_each_node_as_a_sum():
 
 
 def with_node(node: int, pairs: object) -> dict[str, object]:
+    """Return the data of an architecture in which the pairs of one node are replaced."""
     cell: list[object] = [list(pairs) for pairs in CELL]
     cell[node] = pairs
     return {"normal": cell, "reduction": CELL}
 
 
 @pytest.mark.parametrize(
-    ("data", "sentence"),
+    ("data", "message"),
     [
         ([], "an architecture must be an object with the keys 'normal' and 'reduction', but is a list."),
         (
@@ -69,10 +70,10 @@ def with_node(node: int, pairs: object) -> dict[str, object]:
         (with_node(2, [[0, "skip"], [1, ["skip"]]]), "operator ['skip'] is unknown. Use one of max_pool"),
     ],
 )
-def test_data_that_is_not_an_architecture_raises_an_input_error(data, sentence):
+def test_data_that_is_not_an_architecture_raises_an_input_error(data, message):
     with pytest.raises(InputError) as caught:
         Architecture.from_json(json.dumps(data))
-    assert str(caught.value).startswith(sentence)
+    assert str(caught.value).startswith(message)
 
 
 def test_the_error_for_a_file_without_an_architecture_names_the_file(tmp_path):
@@ -130,8 +131,8 @@ def test_the_best_architecture_has_the_best_operator_of_the_two_best_edges():
         ((0, "skip"), (2, "conv_3x3")),
         ((0, "skip"), (1, "dil_conv_3x3")),
     )
-    first = OPERATORS[0]  # wins because all scores are equal
-    assert architecture.reduction == (((0, first), (1, first)),) * 3
+    first_operator = OPERATORS[0]  # wins because all scores are equal
+    assert architecture.reduction == (((0, first_operator), (1, first_operator)),) * 3
 
 
 def test_an_inactive_operator_is_not_selected_even_with_the_best_score():

@@ -13,16 +13,16 @@ from metabridge import InputError
 from metabridge.models.architecture_drawing import draw, draw_cell, figure
 from metabridge.nas import Architecture, random_architecture
 
-SECOND, THIRD = itertools.combinations(range(3), 2), itertools.combinations(range(4), 2)
-WIRINGS = [((0, 1), *sources) for sources in itertools.product(SECOND, THIRD)]
+NODE_1_SOURCES, NODE_2_SOURCES = itertools.combinations(range(3), 2), itertools.combinations(range(4), 2)
+WIRINGS = [((0, 1), *sources) for sources in itertools.product(NODE_1_SOURCES, NODE_2_SOURCES)]
 OPERATORS = ("conv_1x5_5x1", "sep_conv_3x3")  # the longest labels
 
 
-def wired(sources) -> tuple:
+def cell_with_sources(sources) -> tuple:
     return tuple(tuple(zip(pair, OPERATORS)) for pair in sources)
 
 
-def random_cells(seed: int = 0) -> Architecture:
+def seeded_architecture(seed: int = 0) -> Architecture:
     return random_architecture(torch.Generator().manual_seed(seed))
 
 
@@ -38,7 +38,7 @@ def points_along(arrow: FancyArrowPatch, axes: Axes) -> np.ndarray:
 @pytest.mark.parametrize("wiring", WIRINGS, ids=str)
 def test_no_arrow_of_any_architecture_crosses_a_label(wiring):
     axes = Figure(figsize=(9.6, 3.5)).add_axes((0, 0, 1, 1))
-    draw_cell(wired(wiring), axes)
+    draw_cell(cell_with_sources(wiring), axes)
     arrows = [patch for patch in axes.patches if isinstance(patch, FancyArrowPatch)]
     boxes = [patch for patch in axes.patches if isinstance(patch, FancyBboxPatch)]
     circles = [patch for patch in axes.patches if isinstance(patch, Circle)]
@@ -46,16 +46,17 @@ def test_no_arrow_of_any_architecture_crosses_a_label(wiring):
     for arrow in arrows:
         x, y = points_along(arrow, axes).T
         for box in boxes:
-            edge = 0.04  # arrow heads may touch the edge of a box
+            margin = 0.04  # arrow heads may touch the edge of a box
             left, bottom, width, height = box.get_x(), box.get_y(), box.get_width(), box.get_height()
-            within = (x > left + edge) & (x < left + width - edge) & (y > bottom + edge) & (y < bottom + height - edge)
-            assert not within.any()
+            is_inside_x = (x > left + margin) & (x < left + width - margin)
+            is_inside_y = (y > bottom + margin) & (y < bottom + height - margin)
+            assert not (is_inside_x & is_inside_y).any()
         for circle in circles:
             assert np.hypot(x - circle.center[0], y - circle.center[1]).min() > circle.radius - 0.04
 
 
 def test_labels_lie_within_their_boxes_and_name_the_operators():
-    drawing = figure(Architecture(wired(WIRINGS[0]), wired(WIRINGS[-1])))
+    drawing = figure(Architecture(cell_with_sources(WIRINGS[0]), cell_with_sources(WIRINGS[-1])))
     drawing.draw_without_rendering()
     for axes in drawing.axes:
         labels = [text.get_text() for text in axes.texts]
@@ -66,14 +67,14 @@ def test_labels_lie_within_their_boxes_and_name_the_operators():
             assert any(o.containsx(extent.x0) and o.containsx(extent.x1) and o.y0 < extent.y0 for o in outlines)
 
 
-@pytest.mark.parametrize(("name", "opening"), [("cells.png", b"\x89PNG"), ("cells.svg", b"<?xml")])
-def test_the_suffix_selects_the_format_and_the_same_cells_give_the_same_bytes(tmp_path, name, opening):
-    first = draw(random_cells(), tmp_path / name).read_bytes()
-    assert first.startswith(opening)
-    assert draw(random_cells(), tmp_path / f"again-{name}").read_bytes() == first
-    assert draw(random_cells(1), tmp_path / f"other-{name}").read_bytes() != first
+@pytest.mark.parametrize(("name", "signature"), [("cells.png", b"\x89PNG"), ("cells.svg", b"<?xml")])
+def test_the_suffix_selects_the_format_and_the_same_cells_give_the_same_bytes(tmp_path, name, signature):
+    first = draw(seeded_architecture(), tmp_path / name).read_bytes()
+    assert first.startswith(signature)
+    assert draw(seeded_architecture(), tmp_path / f"again-{name}").read_bytes() == first
+    assert draw(seeded_architecture(1), tmp_path / f"other-{name}").read_bytes() != first
 
 
 def test_another_format_raises_an_input_error(tmp_path):
     with pytest.raises(InputError, match=r"file is '.*cells.pdf', but must end in .png or .svg."):
-        draw(random_cells(), tmp_path / "cells.pdf")
+        draw(seeded_architecture(), tmp_path / "cells.pdf")

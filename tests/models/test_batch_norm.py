@@ -23,7 +23,7 @@ def normalize(weight, bias, x):
 
 
 @pytest.mark.parametrize("shape", [(6, 3), (4, 3, 5, 5)])
-def test_batch_statistics_equal_pytorchs(shape):
+def test_outputs_equal_those_of_pytorchs_batch_norm(shape):
     x, weight, bias = inputs(*shape), inputs(3), inputs(3)
     expected = F.batch_norm(x, None, None, weight, bias, training=True)
     assert torch.allclose(normalize(weight, bias, x), expected, atol=1e-12)
@@ -48,7 +48,7 @@ def test_derivatives_to_second_order_match_finite_differences_with_and_without_v
 
 
 @pytest.mark.parametrize("batched", ["weight", "x", "both"])
-def test_second_order_gradient_outside_vmap_equals_that_of_each_task(batched):
+def test_second_order_gradient_through_vmap_equals_that_of_each_task(batched):
     """PyTorch's batch norm gives a wrong result here without an error."""
     x, weight, bias = inputs(2, 4, 3, 2, 2), 1 + inputs(2, 3) / 3, inputs(3)
 
@@ -58,28 +58,28 @@ def test_second_order_gradient_outside_vmap_equals_that_of_each_task(batched):
 
     dims = {"weight": (0, None), "x": (None, 0), "both": (0, 0)}[batched]
     arguments = (weight if dims[0] == 0 else weight[0], x if dims[1] == 0 else x[0])
-    outside = torch.func.grad(lambda w, x: torch.func.vmap(loss, dims)(w, x).sum(), argnums=(0, 1))(*arguments)
+    through_vmap = torch.func.grad(lambda w, x: torch.func.vmap(loss, dims)(w, x).sum(), argnums=(0, 1))(*arguments)
     task_arguments = [tuple(a[i] if d == 0 else a for a, d in zip(arguments, dims)) for i in range(2)]
     per_task = [torch.func.grad(loss, argnums=(0, 1))(*task) for task in task_arguments]
-    for index, (gradient, dim) in enumerate(zip(outside, dims)):
+    for index, (gradient, dim) in enumerate(zip(through_vmap, dims)):
         expected = torch.stack([task[index] for task in per_task])
         assert torch.allclose(gradient, expected if dim == 0 else expected.sum(0), rtol=1e-9)
 
 
-def test_running_statistics_are_those_of_the_batches():
+def test_estimated_statistics_equal_those_of_all_inputs():
     norm = BatchNorm(3, "running").double()
     net = nn.Sequential(norm)
     batches = [5 + 2 * inputs(40, 3), inputs(40, 3)]
     estimate_statistics(net, batches)
-    everything = torch.cat(batches)
-    assert torch.allclose(norm.mean, everything.mean(0))
-    assert torch.allclose(norm.variance, everything.var(0, correction=0))
-    alone = norm.eval()(everything[:1])
-    assert torch.allclose(alone, norm(everything)[:1])  # every input is normalized independently
-    assert torch.allclose(norm(everything).std(0, correction=0), torch.ones(3, dtype=torch.float64), atol=1e-4)
+    all_inputs = torch.cat(batches)
+    assert torch.allclose(norm.mean, all_inputs.mean(0))
+    assert torch.allclose(norm.variance, all_inputs.var(0, correction=0))
+    single_output = norm.eval()(all_inputs[:1])
+    assert torch.allclose(single_output, norm(all_inputs)[:1])  # every input is normalized independently
+    assert torch.allclose(norm(all_inputs).std(0, correction=0), torch.ones(3, dtype=torch.float64), atol=1e-4)
 
 
-def test_running_statistics_are_accurate_for_a_large_mean():
+def test_estimated_statistics_are_accurate_for_a_large_mean():
     norm = BatchNorm(3, "running")
     batches = [(1000 + inputs(400, 3) / 50).float(), (999 + inputs(400, 3) / 50).float()]
     estimate_statistics(nn.Sequential(norm), batches)
@@ -111,8 +111,8 @@ def test_pytorch_batch_norms_raise_an_error_and_are_replaced_by_layers_with_the_
 @pytest.mark.parametrize("missing", [("weight", "bias"), ("bias",)])
 def test_a_batch_norm_without_weight_or_bias_is_converted_to_one_without(statistics, missing):
     layer = nn.BatchNorm1d(3).double()
-    for role in missing:
-        setattr(layer, role, None)
+    for name in missing:
+        setattr(layer, name, None)
     layer(3 + 2 * inputs(20, 3))
     ours, x = replace_batch_norm(layer, statistics), inputs(7, 3)
     assert {name for name, _ in ours.named_parameters()} == {"weight", "bias"} - {*missing}

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cases import relative
+from cases import relative_error
 from metabridge import InputError
 from metabridge.inference.image_input import image_shape
 from metabridge.kernels.empirical import EmpiricalKernel
@@ -17,17 +17,17 @@ from metabridge.models.cells import Cells, cell_network, set_active_operators, s
 from metabridge.nas import OPERATORS, ActiveOperators, Architecture, random_architecture
 from metabridge.training import load
 
-MIXED = (
+NORMAL_CELL = (
     ((0, "sep_conv_3x3"), (1, "skip")),
     ((1, "conv_3x3"), (2, "max_pool_3x3")),
     ((0, "dil_conv_3x3"), (3, "conv_1x5_5x1")),
 )
-POOLED = (
+REDUCTION_CELL = (
     ((0, "skip"), (1, "avg_pool_3x3")),
     ((0, "conv_1x5_5x1"), (1, "sep_conv_3x3")),
     ((2, "skip"), (3, "conv_3x3")),
 )
-ARCHITECTURE = Architecture(MIXED, POOLED)
+ARCHITECTURE = Architecture(NORMAL_CELL, REDUCTION_CELL)
 SMALL = {"cells": 3, "channels": 4}
 
 
@@ -35,12 +35,12 @@ def images(count: int, size: int = 16, channels: int = 3, seed: int = 0) -> torc
     return torch.randn(count, channels, size, size, generator=torch.Generator().manual_seed(seed))
 
 
-def count(module: nn.Module) -> int:
+def count_parameters(module: nn.Module) -> int:
     return sum(value.numel() for value in module.parameters())
 
 
 def supernet_and_network(**options) -> tuple[Network, Network]:
-    """Return a supernet masked by an architecture, and the network of the architecture with the same weights."""
+    """Return a supernet with the active operators of `ARCHITECTURE`, and its network with the same weights."""
     net = cell_network(ARCHITECTURE, **SMALL, drop_rate=0, seed=1, **options)
     masked = supernet(ActiveOperators.full(), **SMALL, **options)
     missing, surplus = net.load_state_dict(masked.state_dict(), strict=False)
@@ -61,7 +61,7 @@ def test_networks_of_cells_accept_images_of_any_size(make, size):
 
 
 @pytest.mark.parametrize(("cells", "reductions"), [(3, [1, 2]), (5, [1, 3]), (8, [2, 5])])
-def test_cells_at_one_and_two_thirds_of_the_depth_halve_the_sides_and_double_the_channels(cells, reductions):
+def test_cells_at_one_and_two_thirds_of_the_depth_halve_the_size_and_double_the_channels(cells, reductions):
     net, shapes = cell_network(ARCHITECTURE, cells=cells, channels=4), []
     for cell in net.features.cells:
         cell.register_forward_hook(lambda cell, inputs, output: shapes.append(tuple(output.shape[1:])))
@@ -77,15 +77,15 @@ def test_a_cell_has_the_number_of_parameters_counted_by_hand():
     input_layers = 2 * (stem * c + 2 * c)  # a 1×1 convolution and a norm for each of the two previous cells
     separable = 9 * c + c * c + 2 * c
     operators = 2 * separable + 0 + separable + 2 * c + separable + (5 * c * c + 5 * c * c + 2 * c)
-    assert count(cell) == input_layers + operators
+    assert count_parameters(cell) == input_layers + operators
 
-    halved = cell_network(ARCHITECTURE, channels=48).features.cells[1]
+    reduction_cell = cell_network(ARCHITECTURE, channels=48).features.cells[1]
     c = 96
     input_layers = 2 * (stem * c + 2 * c)
     separable = 9 * c + c * c + 2 * c
     skip = c * c + 2 * c  # with stride 2
     operators = skip + 2 * c + (10 * c * c + 2 * c) + 2 * separable + 0 + separable
-    assert count(halved) == input_layers + operators
+    assert count_parameters(reduction_cell) == input_layers + operators
 
 
 def test_published_cells_have_the_published_number_of_parameters():
@@ -106,7 +106,8 @@ def test_published_cells_have_the_published_number_of_parameters():
         ),
     ]
     counts = [
-        count(cell_network({"normal": normal, "reduction": reduction}, outputs=64)) for normal, reduction in published
+        count_parameters(cell_network({"normal": normal, "reduction": reduction}, outputs=64))
+        for normal, reduction in published
     ]
     assert sum(counts) / 3 == pytest.approx(1.77e6, rel=0.03)
 
@@ -118,15 +119,15 @@ def test_a_masked_supernet_computes_the_same_as_the_network_of_the_architecture(
     with torch.no_grad():
         assert torch.equal(masked(x), net(x))
         set_active_operators(masked, ActiveOperators.full())
-        assert relative(masked(x), net(x)) > 0.1
+        assert relative_error(masked(x), net(x)) > 0.1
 
 
 def test_the_kernel_of_a_masked_supernet_equals_that_of_the_network():
     masked, net = supernet_and_network(norm="group")
     x = images(4)
-    first, second = (EmpiricalKernel(net.double(), outputs="sum").ntk(x.double()) for net in (masked, net))
-    assert relative(first, second) < 1e-12
-    assert torch.linalg.cond(second) < 1e6  # the network distinguishes the four images
+    masked_kernel, kernel = (EmpiricalKernel(net.double(), outputs="sum").ntk(x.double()) for net in (masked, net))
+    assert relative_error(masked_kernel, kernel) < 1e-12
+    assert torch.linalg.cond(kernel) < 1e6  # the network distinguishes the four images
 
 
 def test_exactly_the_active_operators_get_gradients():
@@ -173,7 +174,7 @@ def test_the_fused_forward_pass_equals_that_of_the_modules(masked, monkeypatch):
         net = cell_network(ARCHITECTURE, cells=5, channels=4, drop_rate=0.2)
     net, x = net.double(), images(6, 13).double()
 
-    def gradients() -> list[torch.Tensor | None]:
+    def loss_and_gradients() -> list[torch.Tensor | None]:
         torch.manual_seed(0)
         loss = net(x).square().sum()
         return [loss.detach(), *torch.autograd.grad(loss, list(net.parameters()), allow_unused=True)]
@@ -185,7 +186,7 @@ def test_the_fused_forward_pass_equals_that_of_the_modules(masked, monkeypatch):
         term = norm_leaky_relu(x, weight, bias, eps) * (1 if factor is None else factor)
         return term if total is None else total + term
 
-    plain = gradients()
+    unfused = loss_and_gradients()
     monkeypatch.setattr(cells, "can_fuse", lambda x, channels: True)
     monkeypatch.setattr(fused_layers, "norm_leaky_relu", norm_leaky_relu)
     monkeypatch.setattr(fused_layers, "add_norm", add_norm)
@@ -193,9 +194,9 @@ def test_the_fused_forward_pass_equals_that_of_the_modules(masked, monkeypatch):
         cell_triton_layers, "relu_concat", relu_concat := Mock(side_effect=lambda *maps: F.relu(torch.cat(maps, 1)))
     )
     monkeypatch.setattr(cell_triton_layers, "_with_input", lambda layer, x, *weight: (layer.reference(x, *weight), x))
-    for gradient, expected in zip(gradients(), plain, strict=True):
+    for gradient, expected in zip(loss_and_gradients(), unfused, strict=True):
         assert (gradient is None) == (expected is None)
-        assert gradient is None or relative(gradient, expected) < 1e-9
+        assert gradient is None or relative_error(gradient, expected) < 1e-9
     assert relu_concat.call_count == len(net.features.cells) - 1
 
 
@@ -203,11 +204,11 @@ def test_the_fused_forward_pass_equals_that_of_the_modules(masked, monkeypatch):
 @pytest.mark.parametrize("stride", [1, 2])
 def test_gradients_of_average_pooling_are_right_on_a_gpu_with_channels_last_maps(stride):
     x, grads = images(2, 9), []
-    for form in (x, x.cuda().to(memory_format=torch.channels_last)):
-        leaf = form.requires_grad_()
+    for maps in (x, x.cuda().to(memory_format=torch.channels_last)):
+        leaf = maps.requires_grad_()
         y = cells.AvgPool(stride)(leaf)
         grads.append(torch.autograd.grad((y * torch.arange(y.numel(), device=y.device).view_as(y)).sum(), leaf)[0])
-    assert relative(grads[1].cpu(), grads[0]) < 1e-6
+    assert relative_error(grads[1].cpu(), grads[0]) < 1e-6
 
 
 def test_with_group_norm_images_are_independent_and_their_features_differ():
@@ -309,7 +310,7 @@ def test_networks_of_random_architectures_can_be_built_and_trained():
 
 
 @pytest.mark.parametrize(
-    ("make", "sentence"),
+    ("make", "message"),
     [
         (lambda: supernet(ActiveOperators.full(), cells=2), "cells is 2, but must be at least 3"),
         (lambda: supernet(ActiveOperators.full(), channels=0), "channels is 0, but must be an integer of at least 1"),
@@ -319,7 +320,7 @@ def test_networks_of_random_architectures_can_be_built_and_trained():
         (lambda: supernet(ActiveOperators.full(), norm="layer"), "norm is 'layer', but must be 'batch' or 'group'"),
         (lambda: cell_network(ARCHITECTURE, statistics="layer"), "statistics is 'layer', but must be"),
         (lambda: cell_network(ARCHITECTURE, drop_rate=1.0), "drop_rate is 1.0, but must be at least 0"),
-        (lambda: cell_network({"normal": MIXED}), "an architecture must have the keys 'normal' and 'reduction'"),
+        (lambda: cell_network({"normal": NORMAL_CELL}), "an architecture must have the keys 'normal' and 'reduction'"),
         (
             lambda: set_active_operators(mlp(4, 2), ActiveOperators.full()),
             "net is not a network of cells, so it has no operators to deactivate",
@@ -330,6 +331,6 @@ def test_networks_of_random_architectures_can_be_built_and_trained():
         ),
     ],
 )
-def test_impossible_options_raise_an_input_error(make, sentence):
-    with pytest.raises(InputError, match=sentence):
+def test_impossible_options_raise_an_input_error(make, message):
+    with pytest.raises(InputError, match=message):
         make()

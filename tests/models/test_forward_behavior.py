@@ -23,7 +23,7 @@ class Function(nn.Module):
         return self.function(x, self.training)
 
 
-RANDOM = {
+RANDOM_MODULES = {
     "dropout": (nn.Dropout(0.3), (2, 3)),
     "functional dropout": (Function(lambda x, training: F.dropout(x, 0.3, training)), (2, 3)),
     "alpha dropout": (nn.FeatureAlphaDropout(0.3), (2, 3)),
@@ -37,26 +37,26 @@ RANDOM = {
 }
 
 
-@pytest.mark.parametrize("name", RANDOM)
+@pytest.mark.parametrize("name", RANDOM_MODULES)
 def test_random_numbers_are_observed_in_training_and_not_in_evaluation(name):
-    module, shape = RANDOM[name]
+    module, shape = RANDOM_MODULES[name]
     x, state = torch.randn(shape), torch.get_rng_state()
-    assert observe(module.train(), x).random
-    assert not observe(module.eval(), x).random
+    assert observe(module.train(), x).is_random
+    assert not observe(module.eval(), x).is_random
     assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_dropout_at_rate_zero_and_layers_without_dropout_are_not_random():
     for module in (nn.Dropout(0.0), Attention(), nn.TransformerEncoderLayer(2, 1, 3, dropout=0.0), nn.LSTM(2, 3, 2)):
-        assert not observe(module.train(), torch.randn(2, 3, 2)).random
-    assert not observe(conv4(1, 16, filters=4).features, torch.randn(2, 1, 16, 16)).random
+        assert not observe(module.train(), torch.randn(2, 3, 2)).is_random
+    assert not observe(conv4(1, 16, filters=4).features, torch.randn(2, 1, 16, 16)).is_random
 
 
 def test_weight_norm_and_changed_buffers_are_observed():
-    normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 5))
+    weight_normed = nn.utils.parametrizations.weight_norm(nn.Linear(4, 5))
     x = torch.randn(3, 4)
-    assert observe(normed, x).weight_norm
-    assert not observe(nn.Linear(4, 5), x).weight_norm
+    assert observe(weight_normed, x).uses_weight_norm
+    assert not observe(nn.Linear(4, 5), x).uses_weight_norm
     moving = MovingBuffers()
     assert observe(moving, x).changes_buffers
     assert not moving.mean.any()
@@ -71,9 +71,9 @@ def test_observing_does_not_import_the_compiler_and_works_for_compiled_modules()
 import sys, torch
 from metabridge.models.forward_behavior import observe
 net, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5)), torch.ones(3, 4)
-print(observe(net, x).random, "torch._dynamo" in sys.modules)
+print(observe(net, x).is_random, "torch._dynamo" in sys.modules)
 compiled = torch.compile(net, backend="eager")
-print(observe(compiled, x).random, observe(compiled.eval(), x).random)
+print(observe(compiled, x).is_random, observe(compiled.eval(), x).is_random)
 """
     process = subprocess.run([sys.executable, "-W", "error::UserWarning", "-c", script], capture_output=True, text=True)
     assert (process.stdout.split(), process.stderr) == (["True", "False", "True", "False"], "")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cases import relative
+from cases import relative_error
 from metabridge.models import cell_triton_layers, cells, fused_layers, fused_triton_kernels, resnet12, triton_tiles
 from metabridge.models.cells import cell_network
 from metabridge.models.network import apply_features
@@ -73,7 +73,7 @@ def compare(
     double_inputs = [value.double().contiguous() for value in inputs]
     for value, expected in zip(results, output_and_grads(reference, double_inputs)):
         assert value.dtype == inputs[0].dtype
-        assert relative(value.double(), expected) < tolerance
+        assert relative_error(value.double(), expected) < tolerance
 
 
 @pytest.fixture(autouse=True)
@@ -344,13 +344,13 @@ def test_fused_cells_have_the_gradients_of_unfused_cells(monkeypatch):
         monkeypatch.setattr(cells, "can_fuse", lambda x, channels: True)
         fused_grads = gradients(None)
         assert not torch.equal(fused_grads, float32_grads)
-        assert relative(fused_grads, float32_grads) < 1e-4
+        assert relative_error(fused_grads, float32_grads) < 1e-4
         return
     fused_grads = gradients(torch.bfloat16)
     monkeypatch.setattr(fused_triton_kernels, "AVAILABLE", False)
     unfused_grads = gradients(torch.bfloat16)
     assert not torch.equal(fused_grads, unfused_grads)
-    assert relative(fused_grads, float32_grads) < 1.1 * relative(unfused_grads, float32_grads)
+    assert relative_error(fused_grads, float32_grads) < 1.1 * relative_error(unfused_grads, float32_grads)
 
 
 @pytest.mark.skipif(not CUDA, reason="the network uses the kernels only on a GPU")
@@ -369,4 +369,4 @@ def test_fused_resnet12_has_the_gradients_of_the_unfused_one(monkeypatch):
     monkeypatch.setattr(fused_triton_kernels, "AVAILABLE", False)
     unfused_grads = gradients(torch.bfloat16)
     assert not torch.equal(fused_grads, unfused_grads)
-    assert relative(fused_grads, float32_grads) < 1.1 * relative(unfused_grads, float32_grads)
+    assert relative_error(fused_grads, float32_grads) < 1.1 * relative_error(unfused_grads, float32_grads)

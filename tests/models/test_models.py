@@ -74,7 +74,7 @@ def test_any_module_can_be_used_as_features():
 
 
 @pytest.mark.parametrize(
-    ("make", "sentence"),
+    ("make", "message"),
     [
         (lambda: conv4(1, 8), "at least 16×16"),
         (lambda: resnet12(3, 8), "at least 16×16"),
@@ -88,8 +88,8 @@ def test_any_module_can_be_used_as_features():
         (lambda: resnet12(3, 84, drop_rate=1.5), "drop_rate is 1.5"),
     ],
 )
-def test_impossible_options_raise_an_input_error(make, sentence):
-    with pytest.raises(InputError, match=sentence):
+def test_impossible_options_raise_an_input_error(make, message):
+    with pytest.raises(InputError, match=message):
         make()
 
 
@@ -108,7 +108,7 @@ def test_build_with_a_name_gives_the_network_of_the_builder(name, options, build
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "sentence"),
+    ("name", "options", "message"),
     [
         (
             "conv5",
@@ -139,10 +139,10 @@ def test_build_with_a_name_gives_the_network_of_the_builder(name, options, build
         ("mlp", {"inputs": 3}, "mlp cannot be built with inputs=3 ("),
     ],
 )
-def test_an_unknown_model_or_option_raises_an_input_error(name, options, sentence):
+def test_an_unknown_model_or_option_raises_an_input_error(name, options, message):
     with pytest.raises(InputError) as caught:
         build(name, **options)
-    assert str(caught.value).startswith(sentence)
+    assert str(caught.value).startswith(message)
 
 
 def test_only_the_first_line_of_an_error_of_pytorch_is_shown(monkeypatch):

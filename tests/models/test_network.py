@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from cases import clusters, relative
+from cases import clusters, relative_error
 from metabridge import InputError
 from metabridge.learners import method, parameters
 from metabridge.learners.engine import Engine, Mode
@@ -56,15 +56,15 @@ def test_derivatives_through_the_joint_cast_equal_those_of_separate_casts_to_sec
     def derivatives(features):
         value = features(net, params, x).square().mean()
         first = torch.autograd.grad(value, list(params.values()), create_graph=True)
-        size = sum(grad.square().sum() for grad in first)
-        return [value], first, torch.autograd.grad(size, list(params.values()), allow_unused=True)
+        squared_norm = sum(grad.square().sum() for grad in first)
+        return [value], first, torch.autograd.grad(squared_norm, list(params.values()), allow_unused=True)
 
     for joint, separate in zip(derivatives(joint_cast), derivatives(separate_casts)):
         for value, expected in zip(joint, separate):
             assert (value is None) == (expected is None)
             if value is not None:
                 assert value.dtype == torch.float32
-                assert (value - expected).norm() <= 0.05 * expected.norm() + 1e-6  # a bfloat16 has 8 bits
+                assert (value - expected).norm() <= 0.05 * expected.norm() + 1e-6  # bfloat16 has a precision of 8 bits
 
 
 def test_features_without_parameters_can_be_computed_in_low_precision():
@@ -74,7 +74,7 @@ def test_features_without_parameters_can_be_computed_in_low_precision():
 
 
 class Shared(nn.Module):
-    """One layer under two names, whose weight is also another layer's."""
+    """A layer under two names, whose weight is shared with another layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Shared(nn.Module):
 
 
 class WithoutSharing(nn.Module):
-    """The same function of the same parameters without shared layers."""
+    """The same function as `Shared`, without shared layers."""
 
     def __init__(self, shared: Shared) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ def test_shared_parameters_stay_shared_in_repeated_meta_gradients(name: str, mod
         gradients = shared(params[0], episodes).gradients
         assert gradients.keys() == expected.keys()
         for key, value in expected.items():
-            assert value.norm() == gradients[key].norm() == 0 or relative(gradients[key], value) < 1e-9
+            assert value.norm() == gradients[key].norm() == 0 or relative_error(gradients[key], value) < 1e-9
 
 
 def test_call_with_params_replaces_shared_parameters_everywhere_and_restores_the_module() -> None:
@@ -152,16 +152,16 @@ def test_a_batch_norm_that_is_used_several_times_stays_one_layer(statistics: str
 def test_around_does_not_change_the_original_module() -> None:
     norm = nn.BatchNorm1d(4)
     module = nn.Sequential(nn.Linear(4, 4), norm, norm)
-    before = {name: value.clone() for name, value in module.state_dict().items()}
+    state_before = {name: value.clone() for name, value in module.state_dict().items()}
     net = Network.around(module, torch.zeros(3, 4), 2, statistics="running")
     with torch.no_grad():
         for value in (*net.parameters(), *net.buffers()):
             value.fill_(7)
     assert module[1] is module[2] is norm
-    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert all(torch.equal(value, state_before[name]) for name, value in module.state_dict().items())
 
 
-def test_dropout_of_the_example_keeps_the_global_random_state() -> None:
+def test_around_with_dropout_does_not_change_the_global_random_state() -> None:
     before = torch.get_rng_state()
     Network.around(nn.Dropout(), torch.ones(3, 4), 2)
     assert torch.equal(torch.get_rng_state(), before)
@@ -185,21 +185,21 @@ def test_features_in_double_precision_get_a_head_in_double_precision() -> None:
     assert {value.dtype for value in (*net.parameters(), *net.buffers())} == {torch.float64}
     assert net(x).dtype == net.eval()(x).dtype == torch.float64
     single = Network.around(copy.deepcopy(module).float(), x.float(), 2)
-    assert torch.equal(net.head.weight, single.head.weight.double())  # the seed decides, not the dtype
+    assert torch.equal(net.head.weight, single.head.weight.double())  # the dtype does not change the initial weights
 
 
 @pytest.mark.parametrize(
-    ("module", "example", "sentence"),
+    ("module", "example", "message"),
     [
-        (nn.Linear(4, 3).double(), torch.zeros(3, 4), "cannot compute the example, float32 of shape .* same dtype"),
-        (nn.Linear(4, 3), torch.zeros(3, 5), r"cannot compute the example, float32 of shape \(3, 5\)"),
+        (nn.Linear(4, 3).double(), torch.zeros(3, 4), "cannot process the example, float32 of shape .* same dtype"),
+        (nn.Linear(4, 3), torch.zeros(3, 5), r"cannot process the example, float32 of shape \(3, 5\)"),
         (nn.GRU(4, 3), torch.zeros(3, 2, 4), r"to a tuple, but must return a tensor of shape \(3, dimension\)"),
         (nn.Conv1d(4, 3, 1), torch.zeros(2, 4, 5), r"to float32 of shape \(2, 3, 5\), but must .* nn.Flatten"),
         (nn.BatchNorm1d(4), torch.zeros(1, 4), "one value per channel"),
     ],
 )
-def test_an_example_that_a_module_cannot_map_to_features_raises_an_input_error(module, example, sentence) -> None:
-    with pytest.raises(InputError, match=sentence):
+def test_an_example_that_a_module_cannot_map_to_features_raises_an_input_error(module, example, message) -> None:
+    with pytest.raises(InputError, match=message):
         Network.around(module, example, 2)
 
 

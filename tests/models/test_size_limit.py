@@ -41,8 +41,8 @@ def test_a_network_of_too_many_layers_raises_an_error(monkeypatch):
 def test_a_network_within_the_limit_is_the_same_as_without_it():
     with SizeLimit(values=1000, tensors=20):
         limited = build("mlp", inputs=1, outputs=1, width=8)
-    free = build("mlp", inputs=1, outputs=1, width=8)
-    assert all(torch.equal(value, free.state_dict()[name]) for name, value in limited.state_dict().items())
+    unlimited = build("mlp", inputs=1, outputs=1, width=8)
+    assert all(torch.equal(value, unlimited.state_dict()[name]) for name, value in limited.state_dict().items())
     assert limited.head.weight.device.type == "cpu"
 
 

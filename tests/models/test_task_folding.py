@@ -1,4 +1,4 @@
-"""Convolutions and poolings of many tasks at once, compared with those of every task."""
+"""Compare convolution and max pooling of many tasks at once with those of each task."""
 
 import pytest
 import torch
@@ -13,18 +13,18 @@ from metabridge.models.task_folding import Folding
 TASKS = 3
 
 
-def draw(*shape):
+def random_inputs(*shape):
     return torch.randn(TASKS, *shape, dtype=torch.float64, generator=torch.Generator().manual_seed(sum(shape)))
 
 
 @pytest.fixture(autouse=True)
-def folded(monkeypatch):
-    """Fold also on a CPU."""
+def fold_on_cpu(monkeypatch):
+    """Fold tasks also on a CPU."""
     monkeypatch.setattr(task_folding, "is_faster", lambda x: True)
 
 
 @pytest.fixture
-def aligned(monkeypatch):
+def gpu_layout(monkeypatch):
     """Use the layout of a GPU: channels-last, and groups padded to a multiple of four channels."""
     monkeypatch.setattr(
         task_folding, "_channels_last", lambda value: value.contiguous(memory_format=torch.channels_last)
@@ -34,11 +34,11 @@ def aligned(monkeypatch):
     )
 
 
-@pytest.fixture(params=["plain", "aligned"])
+@pytest.fixture(params=["cpu", "gpu"])
 def layout(request):
-    """Use the layouts of a CPU and of a GPU."""
-    if request.param == "aligned":
-        request.getfixturevalue("aligned")
+    """Run a test with the layout of a CPU and with that of a GPU."""
+    if request.param == "gpu":
+        request.getfixturevalue("gpu_layout")
 
 
 def first_and_second_gradients(function, *arguments):
@@ -53,6 +53,8 @@ def first_and_second_gradients(function, *arguments):
 
 
 def compare(function, *arguments):
+    """Compare the folded function under `vmap` with a loop over the tasks."""
+
     def folded(*tensors):
         with Folding():
             return function(*tensors)
@@ -60,8 +62,8 @@ def compare(function, *arguments):
     results = torch.func.vmap(lambda *tensors: first_and_second_gradients(folded, *tensors))(*arguments)
     per_task = [first_and_second_gradients(function, *(value[task] for value in arguments)) for task in range(TASKS)]
     for index, value in enumerate(results):
-        exact = torch.stack([task[index] for task in per_task])
-        torch.testing.assert_close(value, exact, rtol=1e-9, atol=1e-9 * float(exact.abs().max()))
+        expected = torch.stack([task[index] for task in per_task])
+        torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-9 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize(
@@ -74,18 +76,19 @@ def compare(function, *arguments):
         (2, 3, {"padding": "same"}),
     ],
 )
-def test_convolution(layout, inputs, outputs, options):
-    weight = draw(outputs, inputs // options.get("groups", 1), 3, 3)
-    compare(lambda x, w, b: F.conv2d(x, w, b, **options), draw(2, inputs, 8, 7), weight, draw(outputs))
+def test_folded_convolution_equals_that_of_each_task(layout, inputs, outputs, options):
+    weight = random_inputs(outputs, inputs // options.get("groups", 1), 3, 3)
+    x, bias = random_inputs(2, inputs, 8, 7), random_inputs(outputs)
+    compare(lambda x, w, b: F.conv2d(x, w, b, **options), x, weight, bias)
 
 
 @pytest.mark.parametrize("options", [{"kernel_size": 2}, {"kernel_size": 3, "stride": 2, "padding": 1}])
-def test_pooling(layout, options):
-    compare(lambda x: F.max_pool2d(x, **options), draw(2, 3, 9, 8))
+def test_folded_max_pooling_equals_that_of_each_task(layout, options):
+    compare(lambda x: F.max_pool2d(x, **options), random_inputs(2, 3, 9, 8))
 
 
 def test_unsupported_calls_use_pytorchs_functions():
-    x = draw(3, 2, 9, 8)[0]
+    x = random_inputs(3, 2, 9, 8)[0]
     with Folding():
         assert torch.equal(F.max_pool2d(x, 2, return_indices=True)[1], F.max_pool2d_with_indices(x, 2)[1])
         assert torch.equal(F.max_pool2d(x[0], 2), F.max_pool2d(x, 2)[0])
@@ -99,7 +102,7 @@ def episodes(size=16):
 
 
 @pytest.mark.parametrize("name", ["maml", "anil"])
-def test_meta_gradient(layout, name):
+def test_vectorized_meta_gradients_equal_those_of_the_loop(layout, name):
     method_, net = method(name, steps=2, lr=0.03), conv4(3, 16, 5, filters=6).double()
     params = parameters(method_, net)
     vectorized, loop = (Engine(method_, net, mode=mode)(params, episodes()) for mode in ("vectorized", "loop"))
@@ -108,7 +111,7 @@ def test_meta_gradient(layout, name):
 
 
 class CopyCounter(TorchDispatchMode):
-    """Count the copies of maps that have more than a few pixels and a multiple of seven channels."""
+    """Count the copies of feature maps that are wider than 5 pixels and whose number of elements is a multiple of 7."""
 
     count = 0
 
@@ -119,7 +122,7 @@ class CopyCounter(TorchDispatchMode):
         return result
 
 
-def test_maps_are_not_copied(aligned):
+def test_maps_are_not_copied(gpu_layout):
     maml, net = method("maml", steps=1), conv4(3, 64, 5, filters=28)
     with CopyCounter() as counter:
         Engine(maml, net, mode="vectorized")(parameters(maml, net), episodes(64).to(dtype=torch.float32))

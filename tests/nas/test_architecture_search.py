@@ -56,16 +56,17 @@ def test_images_of_other_splits_have_no_influence(glyphs: LabeledImages) -> None
     # flipped, so that the training images come last
     flipped = replace(glyphs, images=glyphs.images.flip(0), labels=glyphs.labels.flip(0))
     is_training = torch.isin(flipped.labels, flipped.splits["train"]).view(-1, 1, 1, 1)
-    blank = replace(flipped, images=flipped.images * is_training)
+    only_training_images = replace(flipped, images=flipped.images * is_training)
     config = small_search(region_inputs=500)
     scores = [
-        dict(ProxyEvaluator(config, images)(0, 0, two_operators_per_edge(), [None])) for images in (flipped, blank)
+        dict(ProxyEvaluator(config, images)(0, 0, two_operators_per_edge(), [None]))
+        for images in (flipped, only_training_images)
     ]
     assert scores[0] == scores[1]
 
 
 def two_images_of_two_classes() -> LabeledImages:
-    """Return so few images that every task of two ways has all of them, in some order."""
+    """Return so few images that every task with two ways contains all of them, in some order."""
     return LabeledImages(
         images=torch.randint(256, (4, 1, 8, 8), generator=torch.Generator().manual_seed(0)).to(torch.uint8),
         labels=torch.tensor([0, 0, 1, 1]),
@@ -87,23 +88,23 @@ def test_weights_depend_on_seed_round_and_repeat() -> None:
 
 def test_tasks_depend_on_seed_round_and_repeat(glyphs: LabeledImages) -> None:
     class Recorder:
-        """An environment that records the supports it samples."""
+        """An environment that records the support sets it samples."""
 
         def __init__(self, evaluator: ProxyEvaluator) -> None:
             self.environment, self.image_indices = evaluator.environment, evaluator.environment.image_indices
 
         def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
             episodes = self.environment.sample(tasks, generator)
-            supports.append(episodes.support_x)
+            support_sets.append(episodes.support_x)
             return episodes
 
-    supports: list[Tensor] = []
+    support_sets: list[Tensor] = []
     for seed, round_index, repeat in SEEDS_ROUNDS_REPEATS:
         evaluator = ProxyEvaluator(small_search("none", seed=seed), glyphs)
         evaluator.environment = Recorder(evaluator)
         list(evaluator(round_index, repeat, two_operators_per_edge(), [None]))
-    assert len(supports) == len(SEEDS_ROUNDS_REPEATS)
-    assert not any(torch.equal(*pair) for pair in itertools.combinations(supports, 2))
+    assert len(support_sets) == len(SEEDS_ROUNDS_REPEATS)
+    assert not any(torch.equal(*pair) for pair in itertools.combinations(support_sets, 2))
 
 
 def test_scores_depend_on_the_round_and_repeat_only(glyphs: LabeledImages) -> None:
@@ -135,24 +136,24 @@ def test_fast_and_reference_implementation_give_the_same_scores(glyphs: LabeledI
 
 def test_continuing_with_other_data_is_rejected(glyphs: LabeledImages, tmp_path: Path) -> None:
     config = small_search("none", operators=("skip",))
-    first, second = (replace(glyphs, load_arguments={"name": name}) for name in ("first", "second"))
+    images, other_images = (replace(glyphs, load_arguments={"name": name}) for name in ("photos", "drawings"))
     with pytest.raises(TimeLimitError):
-        run_search(first, config, out=tmp_path, minutes=0, progress=False)
+        run_search(images, config, out=tmp_path, minutes=0, progress=False)
     with pytest.raises(InputError, match="a search with data="):
-        run_search(second, config, out=tmp_path, progress=False)
+        run_search(other_images, config, out=tmp_path, progress=False)
 
 
 def test_continuing_with_other_images_in_memory_is_rejected(tmp_path: Path) -> None:
     config, images = small_search("none", operators=("skip",)), two_images_of_two_classes()
     with pytest.raises(TimeLimitError):
         run_search(images, config, out=tmp_path, minutes=0, progress=False)
-    others = (
+    changed_images = (
         replace(images, images=255 - images.images),
         replace(images, labels=torch.tensor([0, 1, 0, 1])),
     )
-    for other in others:
+    for other_images in changed_images:
         with pytest.raises(InputError, match="a search with images='4 images, checksum"):
-            run_search(other, config, out=tmp_path, progress=False)
+            run_search(other_images, config, out=tmp_path, progress=False)
     run_search(images, config, out=tmp_path, progress=False)
 
 
@@ -182,7 +183,7 @@ def test_the_weights_of_a_scored_model_depend_on_the_repeat() -> None:
 
 def test_as_many_regions_as_images_are_a_failure() -> None:
     images = two_images_of_two_classes()
-    more = replace(
+    images_of_two_splits = replace(
         images,
         images=torch.cat([images.images, images.images.flip(-1)]),
         labels=torch.tensor([0, 0, 1, 1, 2, 2, 2, 2]),
@@ -190,7 +191,7 @@ def test_as_many_regions_as_images_are_a_failure() -> None:
         superclasses=torch.zeros(3, dtype=torch.int64),
         splits={"train": torch.arange(2), "test": torch.tensor([2])},
     )
-    (score,) = score_model("mlp", more, SearchConfig("none", ways=2, repeats=1)).repeats
+    (score,) = score_model("mlp", images_of_two_splits, SearchConfig("none", ways=2, repeats=1)).repeats
     assert score == ProxyScore(4.0, "each of 4 images has its own region")
 
 
@@ -232,12 +233,13 @@ def test_a_supernet_that_is_too_large_is_rejected_before_it_is_built(
 
 
 def test_networks_with_a_failed_proxy_are_counted(glyphs: LabeledImages) -> None:
-    black = replace(glyphs, images=torch.zeros_like(glyphs.images))  # all points are the same for a kernel
-    by_kernel, by_regions = (
-        run_search(black, small_search(kernel, operators=("skip",)), progress=False) for kernel in ("ntk", "none")
+    black_images = replace(glyphs, images=torch.zeros_like(glyphs.images))  # equal images make every kernel singular
+    kernel_search, region_search = (
+        run_search(black_images, small_search(kernel, operators=("skip",)), progress=False)
+        for kernel in ("ntk", "none")
     )
-    assert by_kernel.failed == by_kernel.evaluated > 0
-    assert by_regions.failed == 0 < by_regions.evaluated
+    assert kernel_search.failed == kernel_search.evaluated > 0
+    assert region_search.failed == 0 < region_search.evaluated
 
 
 def test_a_kernel_summed_in_many_parts_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -250,8 +252,10 @@ def test_a_kernel_summed_in_many_parts_is_the_same(monkeypatch: pytest.MonkeyPat
 
 
 def test_random_cells_depend_on_the_seed_alone(glyphs: LabeledImages) -> None:
-    first, again, other = (run_search(glyphs, small_search("random", seed=seed)).architecture for seed in (0, 0, 1))
-    assert first == again != other
+    architecture, with_same_seed, with_other_seed = (
+        run_search(glyphs, small_search("random", seed=seed)).architecture for seed in (0, 0, 1)
+    )
+    assert architecture == with_same_seed != with_other_seed
 
 
 def test_a_search_is_continued_after_its_time_limit(glyphs: LabeledImages, tmp_path: Path) -> None:
@@ -263,9 +267,9 @@ def test_a_search_is_continued_after_its_time_limit(glyphs: LabeledImages, tmp_p
     assert Architecture.load(tmp_path / "architecture.json") == result.architecture
     assert {operator for _, _, operator in result.architecture.active_operators} <= set(config.operators)
     assert result.evaluated == count_evaluations(ActiveOperators.full(config.operators), 1)
-    again = run_search(glyphs, config, out=tmp_path, progress=False)
-    assert again.architecture == result.architecture
-    assert again.seconds > result.seconds
+    repeated = run_search(glyphs, config, out=tmp_path, progress=False)
+    assert repeated.architecture == result.architecture
+    assert repeated.seconds > result.seconds
     with pytest.raises(InputError, match="seed"):
         run_search(glyphs, replace(config, seed=1), out=tmp_path, progress=False)
 
@@ -312,15 +316,15 @@ run_search(load_glyphs(), small_search("none", operators=("skip", "conv_3x3")), 
 def test_a_folder_in_use_is_rejected_and_a_killed_search_is_continued(glyphs: LabeledImages, tmp_path: Path) -> None:
     config, out = small_search("none", operators=("skip", "conv_3x3")), tmp_path / "search"
     program = PAUSED_SEARCH.format(tests=str(Path(__file__).parent.parent))
-    words = [sys.executable, "-c", program, str(out)]
-    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
-        assert other.stdout is not None
-        assert other.stdout.readline() == "searching\n"
-        before = (out / "search.jsonl").read_bytes()
-        with pytest.raises(InputError, match=f"is in use by process {other.pid} on"):
+    command = [sys.executable, "-c", program, str(out)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "searching\n"
+        log_before = (out / "search.jsonl").read_bytes()
+        with pytest.raises(InputError, match=f"is in use by process {process.pid} on"):
             run_search(glyphs, config, out=out, progress=False)
-        assert (out / "search.jsonl").read_bytes() == before
-        other.kill()
+        assert (out / "search.jsonl").read_bytes() == log_before
+        process.kill()
     result = run_search(glyphs, config, out=out, progress=False)
     assert result.architecture == run_search(glyphs, config, progress=False).architecture
     assert result.evaluated == count_evaluations(ActiveOperators.full(config.operators), 1)

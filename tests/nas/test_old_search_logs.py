@@ -15,9 +15,9 @@ from metabridge.environments import LabeledImages
 from metabridge.errors import InputError
 from metabridge.nas import Architecture, SearchConfig, run_search
 
-STORED = Path(__file__).parent.parent / "data" / "v0.1.0" / "search"
+STORED_SEARCH = Path(__file__).parent.parent / "data" / "v0.1.0" / "search"
 CONFIG = SearchConfig(cells=3, channels=2, tasks=1, ways=2, repeats=1, region_inputs=20, operators=("skip", "conv_3x3"))
-ARCHITECTURE = Architecture.load(STORED / "architecture.json")
+ARCHITECTURE = Architecture.load(STORED_SEARCH / "architecture.json")
 
 
 @pytest.fixture(scope="module")
@@ -27,17 +27,17 @@ def images() -> LabeledImages:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    return Path(shutil.copytree(STORED, tmp_path / "search"))
+    return Path(shutil.copytree(STORED_SEARCH, tmp_path / "search"))
 
 
 def test_a_finished_search_is_read_without_computing_scores_again(images: LabeledImages, folder: Path) -> None:
-    before = (folder / "search.jsonl").read_text()
+    log_before = (folder / "search.jsonl").read_text()
     result = run_search(images, CONFIG, out=folder, progress=False)
     assert result.architecture == ARCHITECTURE
     assert result.evaluated == 56
-    added = (folder / "search.jsonl").read_text().removeprefix(before).splitlines()
-    assert len(added) == 1
-    assert added[0].startswith('{"seconds": ')
+    added_lines = (folder / "search.jsonl").read_text().removeprefix(log_before).splitlines()
+    assert len(added_lines) == 1
+    assert added_lines[0].startswith('{"seconds": ')
 
 
 def test_an_unfinished_search_is_continued(images: LabeledImages, folder: Path) -> None:

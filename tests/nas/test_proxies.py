@@ -47,7 +47,7 @@ def test_condition_number_is_that_of_the_meta_ntk(
     kernel: str, sizes: tuple[int, int, int, int], time: float, ridge: float
 ) -> None:
     net, tasks = mlp(6, 5, width=64).double(), make_tasks(*sizes, 6)
-    exact = meta_ntk(
+    kernel_matrix = meta_ntk(
         EmpiricalKernel(net, outputs="sum"),
         tasks.query_x,
         tasks.support_x,
@@ -55,40 +55,41 @@ def test_condition_number_is_that_of_the_meta_ntk(
         time=time,
         ridge=ridge,
     )
-    values = torch.linalg.eigvalsh(exact)
+    eigenvalues = torch.linalg.eigvalsh(kernel_matrix)
     score = ConditionNumber(kernel, time, ridge)(net, tasks)
     assert score.failure is None
-    assert score.value == pytest.approx(float(values[-1] / values[0]), rel=1e-6)
+    assert score.value == pytest.approx(float(eigenvalues[-1] / eigenvalues[0]), rel=1e-6)
 
 
 def test_ntk_uses_all_images_of_all_tasks() -> None:
     net, tasks = mlp(6, 5, width=64).double(), make_tasks(3, 2, 1, 2, 6)
     x = torch.cat([tasks.query_x, tasks.support_x], 1).flatten(0, 1)
-    values = torch.linalg.eigvalsh(EmpiricalKernel(net, outputs="sum").ntk(x))
-    assert ConditionNumber("ntk")(net, tasks).value == pytest.approx(float(values[-1] / values[0]), rel=1e-9)
+    eigenvalues = torch.linalg.eigvalsh(EmpiricalKernel(net, outputs="sum").ntk(x))
+    expected = float(eigenvalues[-1] / eigenvalues[0])
+    assert ConditionNumber("ntk")(net, tasks).value == pytest.approx(expected, rel=1e-9)
 
 
 def with_operators_per_edge(count: int) -> ActiveOperators:
-    """Return a state with `count` operators on each edge, such that each operator is on some edge of both cells."""
+    """Return `count` operators for each edge, such that each operator is on some edge of both cells."""
     edges = tuple(frozenset(OPERATORS[(edge + index) % len(OPERATORS)] for index in range(count)) for edge in range(9))
     return ActiveOperators(edges, edges)
 
 
-@pytest.mark.parametrize("size", [8, 9])  # with an odd side there are more even pixels than odd ones
+@pytest.mark.parametrize("size", [8, 9])  # with an odd size there are more even pixels than odd ones
 def test_candidate_kernels_equal_those_of_the_masked_network(size: int) -> None:
     active = with_operators_per_edge(2)
     net, tasks = supernet(active, cells=3, channels=2, size=size).double(), make_tasks(2, 2, 1, 1, 3, size, size)
     removals = [None, ("normal", 0, "avg_pool_3x3"), ("reduction", 5, "dil_conv_3x3")]
-    for removal, fast in CandidateKernels(net, active, all_images(tasks)).matrices(removals):
+    for removal, matrices in CandidateKernels(net, active, all_images(tasks)).matrices(removals):
         set_active_operators(net, active.without(removal))
-        exact = KernelMatrices(*EmpiricalKernel(net, outputs="sum").both(all_images(tasks)))
-        torch.testing.assert_close(fast.ntk, exact.ntk, rtol=1e-6, atol=1e-9)
-        torch.testing.assert_close(fast.nngp, exact.nngp, rtol=1e-6, atol=1e-9)
+        expected = KernelMatrices(*EmpiricalKernel(net, outputs="sum").both(all_images(tasks)))
+        torch.testing.assert_close(matrices.ntk, expected.ntk, rtol=1e-6, atol=1e-9)
+        torch.testing.assert_close(matrices.nngp, expected.nngp, rtol=1e-6, atol=1e-9)
         for kernel in ("maml", "anil", "ntk"):
-            score, expected = (
-                ConditionNumber(kernel).from_matrices(grams, tasks=2, queries=2) for grams in (fast, exact)
-            )
-            assert score.value == pytest.approx(expected.value, rel=1e-6)
+            proxy = ConditionNumber(kernel)
+            score = proxy.from_matrices(matrices, tasks=2, queries=2)
+            expected_score = proxy.from_matrices(expected, tasks=2, queries=2)
+            assert score.value == pytest.approx(expected_score.value, rel=1e-6)
 
 
 def gradients_per_image(net: nn.Module, x: Tensor) -> Tensor:
@@ -104,65 +105,66 @@ def test_candidate_kernels_equal_products_of_gradients_per_image(candidates_per_
     active = ActiveOperators.full()
     net, x = supernet(active, cells=3, channels=2, size=8).double(), torch.rand(3, 3, 8, 8, dtype=torch.float64)
     removals = [("normal", 0, "skip"), None, ("normal", 8, "conv_3x3"), ("reduction", 4, "dil_conv_3x3")]
-    for removal, fast in CandidateKernels(net, active, x, candidates_per_pass).matrices(removals):
+    for removal, matrices in CandidateKernels(net, active, x, candidates_per_pass).matrices(removals):
         set_active_operators(net, active.without(removal))
         rows = gradients_per_image(net, x)
-        torch.testing.assert_close(fast.ntk, rows @ rows.mT, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(matrices.ntk, rows @ rows.mT, rtol=1e-9, atol=1e-12)
 
 
 def test_running_out_of_memory_reduces_the_candidates_per_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     active = with_operators_per_edge(1)
     net, x = supernet(active, cells=3, channels=2, size=8).double(), torch.rand(2, 3, 8, 8, dtype=torch.float64)
     removals = [None, *active][:9]
-    exact = dict(CandidateKernels(net, active, x, 8).matrices(removals))
-    run_copies, tried = CandidateKernels._run_copies, []
+    expected = dict(CandidateKernels(net, active, x, 8).matrices(removals))
+    run_copies, pass_sizes = CandidateKernels._run_copies, []
 
-    def small(self: CandidateKernels, chosen: Sequence[EdgeOperator | None]) -> tuple[Tensor, Tensor]:
-        tried.append(len(chosen))
-        if len(chosen) > 2:
+    def run_at_most_two(self: CandidateKernels, removals: Sequence[EdgeOperator | None]) -> tuple[Tensor, Tensor]:
+        pass_sizes.append(len(removals))
+        if len(removals) > 2:
             raise torch.OutOfMemoryError
-        return run_copies(self, chosen)
+        return run_copies(self, removals)
 
-    monkeypatch.setattr(CandidateKernels, "_run_copies", small)
-    score = dict(CandidateKernels(net, active, x, 8).matrices(removals))
-    assert tried == [8, 4, 2, 2, 2, 2, 1]
-    assert list(score) == removals
-    for removal, grams in score.items():
-        torch.testing.assert_close(grams.ntk, exact[removal].ntk, rtol=1e-12, atol=1e-12)
+    monkeypatch.setattr(CandidateKernels, "_run_copies", run_at_most_two)
+    matrices_of_removal = dict(CandidateKernels(net, active, x, 8).matrices(removals))
+    assert pass_sizes == [8, 4, 2, 2, 2, 2, 1]
+    assert list(matrices_of_removal) == removals
+    for removal, matrices in matrices_of_removal.items():
+        torch.testing.assert_close(matrices.ntk, expected[removal].ntk, rtol=1e-12, atol=1e-12)
 
 
 def test_a_source_without_operators_has_no_gradient() -> None:
     edges = tuple(frozenset() if source in (0, 3) else {"conv_3x3"} for _, source in EDGES)
     active = ActiveOperators(edges, edges)
     net, x = supernet(active, cells=3, channels=2, size=8).double(), torch.rand(3, 3, 8, 8, dtype=torch.float64)
-    ((_, fast),) = CandidateKernels(net, active, x).matrices([None])
+    ((_, matrices),) = CandidateKernels(net, active, x).matrices([None])
     rows = gradients_per_image(net, x)
-    torch.testing.assert_close(fast.ntk, rows @ rows.mT, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(matrices.ntk, rows @ rows.mT, rtol=1e-9, atol=1e-12)
 
 
 def test_layers_that_do_not_depend_on_the_removed_operator_are_not_run_again() -> None:
     class Result(NamedTuple):
         output: Tensor
 
-    def run(layers: Sequence[nn.Module]) -> Callable[[Tensor], Result]:
-        def step(x: Tensor) -> Result:
-            count[0] += 1
+    def make_runner(layers: Sequence[nn.Module]) -> Callable[[Tensor], Result]:
+        def run(x: Tensor) -> Result:
+            inputs_of_runs.append(x)
             return Result(nn.Sequential(*layers)(x))
 
-        return step
+        return run
 
-    count, active, cache, x = [0], with_operators_per_edge(3), ForwardCache(), torch.rand(2, 3, 8, 8)
-    forward = CachedForward(supernet(active, cells=3, channels=2, size=8).features, run)
+    inputs_of_runs: list[Tensor] = []
+    active, cache, x = with_operators_per_edge(3), ForwardCache(), torch.rand(2, 3, 8, 8)
+    forward = CachedForward(supernet(active, cells=3, channels=2, size=8).features, make_runner)
 
-    def layers_run(removal: EdgeOperator | None, cache: ForwardCache) -> int:
-        count[0] = 0
+    def count_runs(removal: EdgeOperator | None, cache: ForwardCache) -> int:
+        inputs_of_runs.clear()
         forward(x, active.without(removal), cache)
-        return count[0]
+        return len(inputs_of_runs)
 
-    all_layers = layers_run(None, cache)
-    assert layers_run(None, ForwardCache(cache)) == 0
-    assert layers_run(("normal", 0, "max_pool_3x3"), ForwardCache(cache)) > all_layers / 2
-    assert 0 < layers_run(("reduction", 8, "skip"), ForwardCache(cache)) < all_layers / 2  # only the last cell
+    supernet_runs = count_runs(None, cache)
+    assert count_runs(None, ForwardCache(cache)) == 0
+    assert count_runs(("normal", 0, "max_pool_3x3"), ForwardCache(cache)) > supernet_runs / 2
+    assert 0 < count_runs(("reduction", 8, "skip"), ForwardCache(cache)) < supernet_runs / 2  # only the last cell
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5])
@@ -173,10 +175,10 @@ def test_an_invalid_number_of_candidates_per_pass_raises_an_input_error(count: i
 
 
 def test_candidate_kernels_do_not_change_the_active_operators_of_the_network() -> None:
-    full, active = ActiveOperators.full(), with_operators_per_edge(1)
-    net = supernet(full, cells=3, channels=2)
+    all_operators, active = ActiveOperators.full(), with_operators_per_edge(1)
+    net = supernet(all_operators, cells=3, channels=2)
     list(CandidateKernels(net, active, torch.rand(2, 3, 8, 8)).matrices([None]))
-    assert net.features.active == full
+    assert net.features.active == all_operators
 
 
 def test_candidate_kernels_require_group_norm() -> None:
@@ -191,32 +193,32 @@ def test_candidate_kernels_require_group_norm() -> None:
 BREAKPOINTS = {nn.ReLU: (0.0,), nn.LeakyReLU: (0.0,), nn.PReLU: (0.0,), nn.ReLU6: (0.0, 6.0), nn.Hardtanh: (-1.0, 1.0)}
 
 
-def brute_force(net: nn.Sequential, inputs: Tensor) -> int:
+def count_by_brute_force(net: nn.Sequential, inputs: Tensor) -> int:
     """Count the distinct activation patterns, one input, layer and breakpoint at a time."""
     patterns = set()
     for x in inputs:
         pattern = ""
         for layer in net:
-            for point in BREAKPOINTS.get(type(layer), ()):
-                pattern += "".join("1" if value > point else "0" for value in x.flatten().tolist())
+            for breakpoint_value in BREAKPOINTS.get(type(layer), ()):
+                pattern += "".join("1" if value > breakpoint_value else "0" for value in x.flatten().tolist())
             x = layer(x)
         patterns.add(pattern)
     return len(patterns)
 
 
 @pytest.mark.parametrize(("width", "depth"), [(1, 1), (3, 1), (5, 3), (20, 2)])
-@pytest.mark.parametrize("kind", BREAKPOINTS)
-def test_regions_equal_brute_force(width: int, depth: int, kind: type[nn.Module]) -> None:
+@pytest.mark.parametrize("activation", BREAKPOINTS)
+def test_regions_equal_brute_force(width: int, depth: int, activation: type[nn.Module]) -> None:
     torch.manual_seed(width)
-    layers = [layer for index in range(depth) for layer in (nn.Linear(width if index else 2, width), kind())]
+    layers = [layer for index in range(depth) for layer in (nn.Linear(width if index else 2, width), activation())]
     net, inputs = nn.Sequential(*layers, nn.Linear(width, 1)), 9 * torch.randn(200, 2)
-    assert count_linear_regions(net, inputs) == ProxyScore(brute_force(net, inputs))
+    assert count_linear_regions(net, inputs) == ProxyScore(count_by_brute_force(net, inputs))
 
 
 def test_other_activations_are_counted_next_to_a_relu() -> None:
     net = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 20), nn.PReLU())
     inputs = torch.linspace(-5, 5, 200)[:, None]
-    assert count_linear_regions(net, inputs).value == brute_force(net, inputs) > 2
+    assert count_linear_regions(net, inputs).value == count_by_brute_force(net, inputs) > 2
 
 
 def test_batch_norm_over_the_batch_is_rejected() -> None:
@@ -228,7 +230,7 @@ def test_batch_norm_over_the_batch_is_rejected() -> None:
         count_linear_regions(net, torch.randn(0, 2))
 
 
-def test_regions_of_one_relu_on_a_line_are_two() -> None:
+def test_one_relu_on_a_line_has_two_regions() -> None:
     net = nn.Sequential(nn.Linear(1, 1, bias=False), nn.ReLU())
     assert count_linear_regions(net, torch.tensor([[-2.0], [-1.0], [1.0], [3.0]])).value == 2
 
@@ -266,21 +268,21 @@ def test_outputs_that_are_nan_are_reported() -> None:
     assert "NaN" in str(count_linear_regions(net, torch.randn(3, 2)).failure)
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("kernel", ["maml", "anil", "ntk"])
-def test_a_kernel_that_is_not_finite_is_reported(kernel: str, bad: float) -> None:
-    gram = torch.eye(4)
-    gram[0, 1] = bad
-    score = ConditionNumber(kernel).from_matrices(KernelMatrices(gram, gram), tasks=2, queries=1)
+def test_a_kernel_that_is_not_finite_is_reported(kernel: str, value: float) -> None:
+    matrix = torch.eye(4)
+    matrix[0, 1] = value
+    score = ConditionNumber(kernel).from_matrices(KernelMatrices(matrix, matrix), tasks=2, queries=1)
     assert "NaN or infinite" in str(score.failure)
 
 
 def test_a_smallest_eigenvalue_lost_in_rounding_is_reported() -> None:
-    exact = torch.diag(torch.tensor([1.0, 1e-8], dtype=torch.float64))
-    assert condition_number_score(exact, eps=1e-16).value == pytest.approx(1e8)
-    assert "lost in rounding" in str(condition_number_score(exact, eps=1e-7).failure)
-    single = ConditionNumber("ntk").from_matrices(KernelMatrices(exact.float(), None), tasks=1, queries=1)
-    assert "lost in rounding" in str(single.failure)
+    matrix = torch.diag(torch.tensor([1.0, 1e-8], dtype=torch.float64))
+    assert condition_number_score(matrix, eps=1e-16).value == pytest.approx(1e8)
+    assert "lost in rounding" in str(condition_number_score(matrix, eps=1e-7).failure)
+    score = ConditionNumber("ntk").from_matrices(KernelMatrices(matrix.float(), None), tasks=1, queries=1)
+    assert "lost in rounding" in str(score.failure)
 
 
 def test_a_duplicate_support_image_is_reported_if_there_is_no_ridge() -> None:
@@ -303,10 +305,10 @@ def test_an_eigenvalue_of_the_support_kernel_lost_in_rounding_is_reported(seed: 
 @pytest.mark.parametrize("seed", range(4))
 def test_cancellation_by_adaptation_is_reported(kernel: str, seed: int) -> None:
     tasks = make_tasks(2, 5, 1, 1, 784)
-    similar = replace(tasks, support_x=0.8 + 3e-3 * tasks.support_x, query_x=0.8 + 3e-3 * tasks.query_x)
+    similar_images = replace(tasks, support_x=0.8 + 3e-3 * tasks.support_x, query_x=0.8 + 3e-3 * tasks.query_x)
     net, proxy = mlp(784, 5, seed=seed), ConditionNumber(kernel)
-    assert proxy(net.double(), similar).failure is None
-    assert "lost in rounding" in str(proxy(net.float(), similar.to(dtype=torch.float32)).failure)
+    assert proxy(net.double(), similar_images).failure is None
+    assert "lost in rounding" in str(proxy(net.float(), similar_images.to(dtype=torch.float32)).failure)
     values = [proxy(net.to(dtype), tasks.to(dtype=dtype)).value for dtype in (torch.float32, torch.float64)]
     assert values[0] == pytest.approx(values[1], rel=1e-2)
 

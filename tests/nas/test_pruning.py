@@ -15,8 +15,8 @@ from metabridge.nas import CELLS, EDGES, OPERATORS, ActiveOperators, ProxyScore
 from metabridge.nas.pruning import CandidateScores, Removal, SearchLog, count_evaluations, importance_ranks, prune
 from small_searches import on_first_edge
 
-FIRST, SECOND, THIRD = OPERATORS[:3]
-FULL = ActiveOperators.full()
+OPERATOR_A, OPERATOR_B, OPERATOR_C = (on_first_edge(name) for name in OPERATORS[:3])
+ALL_OPERATORS = ActiveOperators.full()
 
 
 class ScoreByFormula:
@@ -47,7 +47,7 @@ def removed_operators(file: Path) -> list[list[list[object]]]:
 
 def test_each_round_removes_the_operator_of_least_value_from_every_edge(tmp_path: Path) -> None:
     score, file = ScoreByFormula(), tmp_path / "search.jsonl"
-    architecture = prune(FULL, score, repeats=2, search_log=SearchLog(file, {}))
+    architecture = prune(ALL_OPERATORS, score, repeats=2, search_log=SearchLog(file, {}))
     rounds = removed_operators(file)
     assert len(rounds) == len(OPERATORS)  # six for operators, and one for edges
     for index, removed in enumerate(rounds[:-1]):
@@ -70,39 +70,40 @@ def test_each_round_removes_the_operator_of_least_value_from_every_edge(tmp_path
 
 def test_count_evaluations_is_the_number_of_networks_that_are_scored() -> None:
     score = ScoreByFormula()
-    prune(FULL, score, repeats=2)
-    assert len(score.calls) == len(set(score.calls)) == count_evaluations(FULL, 2) == 2 * (18 * 27 + 6 + 18 + 1)
+    prune(ALL_OPERATORS, score, repeats=2)
+    expected = 2 * (18 * 27 + 6 + 18 + 1)
+    assert len(score.calls) == len(set(score.calls)) == count_evaluations(ALL_OPERATORS, 2) == expected
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, 128, 300, 510])
 def test_a_killed_search_continues_to_the_same_architecture(tmp_path: Path, stop_after: int) -> None:
-    uninterrupted = tmp_path / "uninterrupted.jsonl"
-    expected = prune(FULL, ScoreByFormula(), repeats=1, search_log=SearchLog(uninterrupted, {}))
+    uninterrupted_log = tmp_path / "uninterrupted.jsonl"
+    expected = prune(ALL_OPERATORS, ScoreByFormula(), repeats=1, search_log=SearchLog(uninterrupted_log, {}))
     file = tmp_path / "search.jsonl"
-    killed = ScoreByFormula(stop_after)
+    killed_search = ScoreByFormula(stop_after)
     with pytest.raises(KeyboardInterrupt):
-        prune(FULL, killed, repeats=1, search_log=SearchLog(file, {}))
+        prune(ALL_OPERATORS, killed_search, repeats=1, search_log=SearchLog(file, {}))
     with file.open("a") as stream:
         stream.write('{"round": 0, "repe')  # cut off in the middle of a line
-    resumed = ScoreByFormula()
-    assert prune(FULL, resumed, repeats=1, search_log=SearchLog(file, {})) == expected
-    assert not set(killed.calls) & set(resumed.calls)
-    assert lines_without_times(file) == lines_without_times(uninterrupted)
+    resumed_search = ScoreByFormula()
+    assert prune(ALL_OPERATORS, resumed_search, repeats=1, search_log=SearchLog(file, {})) == expected
+    assert not set(killed_search.calls) & set(resumed_search.calls)
+    assert lines_without_times(file) == lines_without_times(uninterrupted_log)
 
 
 def lines_without_times(file: Path) -> list[str]:
     lines = file.read_text().splitlines()
-    others = [line for line in lines if "seconds" not in line]
-    assert len(others) < len(lines)  # every round adds a line with its time
-    return others
+    lines_without_time = [line for line in lines if "seconds" not in line]
+    assert len(lines_without_time) < len(lines)  # every round adds a line with its time
+    return lines_without_time
 
 
 def test_a_finished_search_computes_no_scores_again(tmp_path: Path) -> None:
     file = tmp_path / "search.jsonl"
-    expected = prune(FULL, ScoreByFormula(), repeats=1, search_log=SearchLog(file, {}))
-    before = file.read_text()
-    assert prune(FULL, ScoreByFormula(stop_after=0), repeats=1, search_log=SearchLog(file, {})) == expected
-    assert file.read_text() == before
+    expected = prune(ALL_OPERATORS, ScoreByFormula(), repeats=1, search_log=SearchLog(file, {}))
+    log_before = file.read_text()
+    assert prune(ALL_OPERATORS, ScoreByFormula(stop_after=0), repeats=1, search_log=SearchLog(file, {})) == expected
+    assert file.read_text() == log_before
 
 
 def test_a_log_with_other_settings_is_rejected_unless_it_has_no_scores(tmp_path: Path) -> None:
@@ -129,14 +130,14 @@ def test_scores_after_a_damaged_line_are_computed_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, line: str
 ) -> None:
     file = tmp_path / "search.jsonl"
-    expected = prune(FULL, ScoreByFormula(), repeats=1, search_log=SearchLog(file, {}))
+    expected = prune(ALL_OPERATORS, ScoreByFormula(), repeats=1, search_log=SearchLog(file, {}))
     lines = file.read_bytes().splitlines()
     file.write_bytes(b"\n".join([*lines[:100], line.encode("latin1"), *lines[100:]]))
-    resumed = ScoreByFormula()
+    resumed_search = ScoreByFormula()
     with caplog.at_level(logging.WARNING, "metabridge"):
-        assert prune(FULL, resumed, repeats=1, search_log=SearchLog(file, {})) == expected
+        assert prune(ALL_OPERATORS, resumed_search, repeats=1, search_log=SearchLog(file, {})) == expected
     assert f"Line 101 of {file} is damaged" in caplog.text
-    assert len(resumed.calls) == count_evaluations(FULL, 1) - 99
+    assert len(resumed_search.calls) == count_evaluations(ALL_OPERATORS, 1) - 99
 
 
 @pytest.mark.parametrize("first_line", ["garbage", "[1]", "{}", '{"settings": 5}'])
@@ -158,21 +159,21 @@ def test_importance_is_the_sum_of_two_ranks() -> None:
     ranks = importance_ranks(
         {
             None: make_scores((10, 100)),
-            on_first_edge(FIRST): make_scores((5, 90)),  # lowest condition number, fewest regions
-            on_first_edge(SECOND): make_scores((8, 120)),
-            on_first_edge(THIRD): make_scores((20, 110)),
+            OPERATOR_A: make_scores((5, 90)),  # lowest condition number, fewest regions
+            OPERATOR_B: make_scores((8, 120)),
+            OPERATOR_C: make_scores((20, 110)),
         }
     )
-    assert ranks == {on_first_edge(FIRST): 0 + 2, on_first_edge(SECOND): 1 + 0, on_first_edge(THIRD): 2 + 1}
+    assert ranks == {OPERATOR_A: 0 + 2, OPERATOR_B: 1 + 0, OPERATOR_C: 2 + 1}
 
 
 def test_equal_operators_share_a_rank_and_the_first_is_removed() -> None:
-    def constant(
+    def score_equally(
         round_index: int, repeat: int, active: ActiveOperators, removals: Sequence[Removal]
     ) -> Iterator[tuple[Removal, CandidateScores]]:
         yield from ((removal, CandidateScores(ProxyScore(2.0), ProxyScore(3.0))) for removal in removals)
 
-    architecture = prune(FULL, constant, repeats=1)
+    architecture = prune(ALL_OPERATORS, score_equally, repeats=1)
     assert {operator for _, _, operator in architecture.active_operators} == {OPERATORS[-1]}
     nodes = (*architecture.normal, *architecture.reduction)
     assert all([source for source, _ in pairs] == [0, 1] for pairs in nodes)
@@ -182,24 +183,26 @@ def test_all_repeats_have_the_same_weight_whatever_their_scale() -> None:
     ranks = importance_ranks(
         {
             None: make_scores((1e6, 1), (1, 1), (1, 1)),
-            on_first_edge(FIRST): make_scores((0.9e6, 1), (2, 1), (2, 1)),
-            on_first_edge(SECOND): make_scores((1.1e6, 1), (1, 1), (1, 1)),
+            OPERATOR_A: make_scores((0.9e6, 1), (2, 1), (2, 1)),
+            OPERATOR_B: make_scores((1.1e6, 1), (1, 1), (1, 1)),
         }
     )
-    assert ranks[on_first_edge(SECOND)] < ranks[on_first_edge(FIRST)]
+    assert ranks[OPERATOR_B] < ranks[OPERATOR_A]
 
 
-@pytest.mark.parametrize("failed", [ProxyScore(math.nan), ProxyScore(math.inf), ProxyScore(3.0, "lost in rounding")])
-def test_a_failed_network_ranks_after_all_others(failed: ProxyScore) -> None:
+@pytest.mark.parametrize(
+    "failed_score", [ProxyScore(math.nan), ProxyScore(math.inf), ProxyScore(3.0, "lost in rounding")]
+)
+def test_a_failed_network_ranks_after_all_others(failed_score: ProxyScore) -> None:
     ranks = importance_ranks(
         {
             None: [CandidateScores(ProxyScore(1.0), None)] * 2,
-            on_first_edge(FIRST): [CandidateScores(failed, None), CandidateScores(ProxyScore(0.1), None)],
-            on_first_edge(SECOND): [CandidateScores(ProxyScore(1e300), None)] * 2,
-            on_first_edge(THIRD): [CandidateScores(ProxyScore(2.0), None)] * 2,
+            OPERATOR_A: [CandidateScores(failed_score, None), CandidateScores(ProxyScore(0.1), None)],
+            OPERATOR_B: [CandidateScores(ProxyScore(1e300), None)] * 2,
+            OPERATOR_C: [CandidateScores(ProxyScore(2.0), None)] * 2,
         }
     )
-    assert ranks[on_first_edge(THIRD)] < ranks[on_first_edge(SECOND)] < ranks[on_first_edge(FIRST)]
+    assert ranks[OPERATOR_C] < ranks[OPERATOR_B] < ranks[OPERATOR_A]
 
 
 def condition_scores(*values: float) -> list[CandidateScores]:
@@ -210,34 +213,34 @@ def test_operators_are_ranked_even_if_the_full_network_failed() -> None:
     ranks = importance_ranks(
         {
             None: condition_scores(math.inf),
-            on_first_edge(FIRST): condition_scores(math.inf),
-            on_first_edge(SECOND): condition_scores(7.0),
-            on_first_edge(THIRD): condition_scores(5.0),
+            OPERATOR_A: condition_scores(math.inf),
+            OPERATOR_B: condition_scores(7.0),
+            OPERATOR_C: condition_scores(5.0),
         }
     )
-    assert ranks == {on_first_edge(FIRST): 2, on_first_edge(SECOND): 1, on_first_edge(THIRD): 0}
+    assert ranks == {OPERATOR_A: 2, OPERATOR_B: 1, OPERATOR_C: 0}
 
 
 def test_a_failed_full_network_has_the_median_of_the_others() -> None:
     ranks = importance_ranks(
         {
             None: condition_scores(math.inf, 1.0),
-            on_first_edge(FIRST): condition_scores(1.0, 4.5),  # sum of the values relative to 3 and 1: 4.83
-            on_first_edge(SECOND): condition_scores(3.0, 4.0),  # 5
-            on_first_edge(THIRD): condition_scores(9.0, 1.0),  # 4
+            OPERATOR_A: condition_scores(1.0, 4.5),  # sum of the values relative to 3 and 1: 4.83
+            OPERATOR_B: condition_scores(3.0, 4.0),  # 5
+            OPERATOR_C: condition_scores(9.0, 1.0),  # 4
         }
     )
-    assert ranks == {on_first_edge(FIRST): 1, on_first_edge(SECOND): 2, on_first_edge(THIRD): 0}
+    assert ranks == {OPERATOR_A: 1, OPERATOR_B: 2, OPERATOR_C: 0}
 
 
 def test_failures_are_logged(tmp_path: Path) -> None:
     file = tmp_path / "search.jsonl"
     scores = CandidateScores(ProxyScore(math.inf, "lost in rounding"), None)
-    SearchLog(file, {}).add_scores(0, 0, on_first_edge(FIRST), scores)
-    (logged,) = SearchLog(file, {}).scores.values()
-    assert logged.condition is not None
-    assert logged.condition.failure == "lost in rounding"
-    assert logged.regions is None
+    SearchLog(file, {}).add_scores(0, 0, OPERATOR_A, scores)
+    (logged_scores,) = SearchLog(file, {}).scores.values()
+    assert logged_scores.condition is not None
+    assert logged_scores.condition.failure == "lost in rounding"
+    assert logged_scores.regions is None
     assert json.loads(file.read_text().splitlines()[1])["condition"] is None  # JSON has no infinity
 
 
@@ -276,8 +279,8 @@ def test_a_damaged_log_is_read_in_part_or_rejected(tmp_path: Path, checksum: boo
     search_log = SearchLog(file, {"seed": 1, "time": "inf"})
     for repeat in range(3):
         scores = CandidateScores(ProxyScore(1.25), ProxyScore(4.0, "lost"))
-        search_log.add_scores(0, repeat, on_first_edge(FIRST), scores)
-    search_log.add_round(0, [on_first_edge(FIRST)])
+        search_log.add_scores(0, repeat, OPERATOR_A, scores)
+    search_log.add_round(0, [OPERATOR_A])
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     if not checksum:
         lines = [{key: value for key, value in line.items() if key != "crc32"} for line in lines]

@@ -25,7 +25,7 @@ def write(outcome, folder):
 
 
 class Table(HTMLParser):
-    """Collects the cells of the page's table, line by line."""
+    """Collects the cells of the page's table, row by row."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Table(HTMLParser):
             self.lines[-1].append(data)
 
 
-def test_the_page_loads_nothing_and_contains_its_pictures(outcome, tmp_path):
+def test_the_page_contains_its_pictures_and_loads_no_files(outcome, tmp_path):
     html = write(outcome, tmp_path).read_text()
     sources = re.findall(r'(?:src|srcset|href)="([^"]*)"', html)
     # For each of two themes: two learning curves, the accuracies, and the tasks of each method.
@@ -85,28 +85,29 @@ def test_the_page_says_how_to_run_it_again(outcome, tmp_path):
     assert outcome.result.environment.device in html
 
 
-def test_frames_are_green_exactly_where_the_prediction_is_right(outcome):
+def test_frames_are_green_if_and_only_if_the_prediction_is_correct(outcome):
     run = outcome.data.runs["anil"]
     episodes = outcome.data.test_tasks.sample(3, torch.Generator().manual_seed(0))
-    right = (run.predict(episodes).argmax(-1) == episodes.query_y).view(3, 5, 15)[:, :, :2].sum().item()
-    canvas = np.asarray(task_pictures.picture(run, episodes, shown=2).axes[0].images[0].get_array())
+    num_correct = (run.predict(episodes).argmax(-1) == episodes.query_y).view(3, 5, 15)[:, :, :2].sum().item()
+    canvas = np.asarray(task_pictures.picture(run, episodes, queries_per_class=2).axes[0].images[0].get_array())
     counts = {}
     for color in (task_pictures.CORRECT, task_pictures.WRONG):
         counts[color] = int((np.abs(canvas - to_rgb(color)).max(-1) < 1e-3).sum())
     frame = 34 * 34 - 28 * 28
-    assert counts == {task_pictures.CORRECT: right * frame, task_pictures.WRONG: (3 * 5 * 2 - right) * frame}
+    num_wrong = 3 * 5 * 2 - num_correct
+    assert counts == {task_pictures.CORRECT: num_correct * frame, task_pictures.WRONG: num_wrong * frame}
 
 
-@pytest.mark.parametrize("along", ["iterations", "seconds"])
-def test_a_learning_curve_passes_through_the_validation_scores(outcome, along):
+@pytest.mark.parametrize("x_axis", ["iterations", "seconds"])
+def test_a_learning_curve_passes_through_the_validation_scores(outcome, x_axis):
     run = outcome.data.runs["anil"]
-    (line,) = figures.learning_curves({"anil": run}, along).axes[0].lines
-    xs = [getattr(point, {"iterations": "iteration"}.get(along, along)) for point in run.curve]
+    (line,) = figures.learning_curves({"anil": run}, x_axis).axes[0].lines
+    xs = [getattr(point, {"iterations": "iteration"}.get(x_axis, x_axis)) for point in run.curve]
     np.testing.assert_allclose(line.get_xdata(), xs)
     np.testing.assert_allclose(line.get_ydata(), [100 * point.score.mean for point in run.curve])
 
 
-def test_the_accuracies_have_a_line_for_every_method():
+def test_the_figure_of_accuracies_has_a_row_for_every_method():
     score = Score.of(torch.tensor([0.4, 0.6]))
     names = [f"method {index}" for index in range(14)]
     axes = figures.accuracies({name: {"test tasks": score, "untrained": score} for name in names}).axes[0]

@@ -18,12 +18,13 @@ def test_a_proximal_task_stops_when_the_norm_of_its_gradient_is_within_the_toler
     solver = Proximal(strength=1.0, steps=60, lr=0.05, tolerance=tolerance)
     norms, current = [], params
     for _ in range(solver.steps):
-        after = replace(solver, tolerance=0.0).step(problem, current, params, {}, exact=False)
-        norms.append(sum(float(((current[name] - after[name]) / solver.lr).square().sum()) for name in current) ** 0.5)
+        updated = replace(solver, tolerance=0.0).step(problem, current, params, {}, exact=False)
+        gradients = [(current[name] - updated[name]) / solver.lr for name in current]
+        norms.append(sum(float(gradient.square().sum()) for gradient in gradients) ** 0.5)
         if norms[-1] <= tolerance:
             break
-        current = after
+        current = updated
     actual = solver.solve(problem, params, {}, exact=False)
-    assert norms[-1] <= tolerance  # so the test does reach the tolerance
+    assert norms[-1] <= tolerance  # the loop above ended at the tolerance, not after the last step
     for name, value in actual.items():
         torch.testing.assert_close(value, current[name])

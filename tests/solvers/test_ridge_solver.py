@@ -14,11 +14,11 @@ def test_ridge_regression_of_equal_points_is_accurate_in_float32(penalty):
     x[1] = x[0]
     queries = torch.randn(9, 64, generator=generator)
 
-    def predicted(dtype):
+    def predict(dtype):
         problem = Problem(apply_head, task_loss, x.to(dtype), y.to(dtype))
         start, solver = {"head.weight": torch.zeros(3, 64, dtype=dtype)}, RidgeSolver(penalty)
         return apply_head(
             solver.solve(problem, start, solver.solver_params(start), exact=True), queries.to(dtype)
         ).double()
 
-    torch.testing.assert_close(predicted(torch.float32), predicted(torch.float64), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(predict(torch.float32), predict(torch.float64), rtol=1e-3, atol=1e-4)

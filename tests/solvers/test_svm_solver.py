@@ -15,52 +15,52 @@ def points(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def episode(tasks: int, n: int, d: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return unit vectors of five classes with equally many points."""
+def unit_tasks(tasks: int, n: int, d: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Return unit vectors and their labels: five classes of the same size."""
     labels = torch.arange(n).expand(tasks, n) % 5
     x = points(tasks, n, d, seed=seed) + points(tasks, 5, d, seed=seed + 1)[:, labels[0]]
     return x / x.norm(dim=-1, keepdim=True), labels
 
 
-shapes = pytest.mark.parametrize(("n", "d"), [(25, 64), (25, 8), (5, 16), (40, 6)])
+every_shape = pytest.mark.parametrize(("n", "d"), [(25, 64), (25, 8), (5, 16), (40, 6)])
 
 
-strengths = pytest.mark.parametrize("C", [0.01, 0.1, 1.0, 10.0])
+every_c = pytest.mark.parametrize("C", [0.01, 0.1, 1.0, 10.0])
 
 
-def gap(x: Tensor, labels: Tensor, alpha: Tensor, C: float) -> Tensor:
-    """Return the objective of the weights of α minus the dual objective: a bound on the excess over the minimum."""
+def duality_gap(x: Tensor, labels: Tensor, alpha: Tensor, C: float) -> Tensor:
+    """Return the primal objective for the weights of α minus the dual objective."""
     weight = alpha @ x
     scores = x @ weight.mT
     true_scores = scores.gather(-1, labels[..., None])
-    rival = 1 - torch.nn.functional.one_hot(labels, alpha.shape[-2])
-    square = weight.square().sum((-2, -1))
+    is_other_class = 1 - torch.nn.functional.one_hot(labels, alpha.shape[-2])
+    squared_norm = weight.square().sum((-2, -1))
     return (
-        square
-        + C * (scores - true_scores + rival).amax(-1).sum(-1)
+        squared_norm
+        + C * (scores - true_scores + is_other_class).amax(-1).sum(-1)
         - (alpha.mT.gather(-1, labels[..., None])).sum((-2, -1))
     )
 
 
-@shapes
-@strengths
+@every_shape
+@every_c
 def test_crammer_singer_closes_the_duality_gap(n, d, C):
-    x, labels = episode(10, n, d)
-    truth = torch.nn.functional.one_hot(labels, 5).mT.double()
+    x, labels = unit_tasks(10, n, d)
+    one_hot = torch.nn.functional.one_hot(labels, 5).mT.double()
     A = torch.eye(n, dtype=torch.float64).expand(10, 5, n, n)
     solution = solve_qp(
-        C * (x @ x.mT)[:, None], truth, A, x.new_zeros(10, n), torch.full_like(truth, -torch.inf), truth
+        C * (x @ x.mT)[:, None], one_hot, A, x.new_zeros(10, n), torch.full_like(one_hot, -torch.inf), one_hot
     )
-    assert gap(x, labels, C * solution.alpha, C).abs().max() < 1e-8
+    assert duality_gap(x, labels, C * solution.alpha, C).abs().max() < 1e-8
     assert solution.gap.max() < 1e-8
     assert solution.residual.max() < 1e-10
     torch.testing.assert_close(crammer_singer(x, labels, 5, C), C * solution.alpha @ x)
 
 
-@shapes
-@strengths
+@every_shape
+@every_c
 def test_crammer_singer_equals_that_of_liblinear(n, d, C):
-    x, labels = episode(5, n, d)
+    x, labels = unit_tasks(5, n, d)
     weight = crammer_singer(x, labels, 5, C)
     reference = svm.LinearSVC(C=C, multi_class="crammer_singer", fit_intercept=False, tol=1e-9, max_iter=1_000_000)
     for ours, features, classes in zip(weight, x, labels):
@@ -68,28 +68,29 @@ def test_crammer_singer_equals_that_of_liblinear(n, d, C):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def loss(x: Tensor, labels: Tensor, mix: Tensor, C: float) -> Tensor:
-    return (crammer_singer(x, labels, 5, C).tanh() * mix).sum()
+def loss(x: Tensor, labels: Tensor, weights: Tensor, C: float) -> Tensor:
+    return (crammer_singer(x, labels, 5, C).tanh() * weights).sum()
 
 
-@shapes
+@every_shape
 @pytest.mark.parametrize("C", [0.1, 1.0])
 def test_the_derivative_of_crammer_singer_matches_finite_differences(n, d, C):
-    x, labels = episode(4, n, d, seed=3)
-    mix = points(4, 5, d, seed=5)
+    x, labels = unit_tasks(4, n, d, seed=3)
+    weights = points(4, 5, d, seed=5)
     leaf = x.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(loss(leaf, labels, mix, C), leaf)
-    torch.testing.assert_close(torch.func.grad(loss)(x, labels, mix, C), gradient)
-    mapped = torch.func.vmap(torch.func.grad(loss), (0, 0, 0, None))(x, labels, mix, C)
+    (gradient,) = torch.autograd.grad(loss(leaf, labels, weights, C), leaf)
+    torch.testing.assert_close(torch.func.grad(loss)(x, labels, weights, C), gradient)
+    mapped = torch.func.vmap(torch.func.grad(loss), (0, 0, 0, None))(x, labels, weights, C)
     assert (mapped - gradient).abs().max() < 1e-6 * gradient.abs().max()
     for seed in range(6, 9):
         direction = points(4, n, d, seed=seed)
-        difference = (loss(x + 1e-5 * direction, labels, mix, C) - loss(x - 1e-5 * direction, labels, mix, C)) / 2e-5
+        ahead, behind = (loss(x + sign * 1e-5 * direction, labels, weights, C) for sign in (1, -1))
+        difference = (ahead - behind) / 2e-5
         torch.testing.assert_close((gradient * direction).sum(), difference, rtol=0, atol=1e-6 * float(gradient.norm()))
 
 
 def test_crammer_singer_of_duplicate_points_and_its_derivative_are_finite():
-    x, labels = episode(3, 10, 4)
+    x, labels = unit_tasks(3, 10, 4)
     x = x[:, [0, 0, 2, 3, 4, 0, 6, 3, 8, 9]].requires_grad_()
     weight = crammer_singer(x, labels, 5, 0.1)
     weight.square().sum().backward()
@@ -98,7 +99,7 @@ def test_crammer_singer_of_duplicate_points_and_its_derivative_are_finite():
 
 
 def test_the_weight_has_the_dtype_of_the_features():
-    x, labels = episode(2, 10, 4)
+    x, labels = unit_tasks(2, 10, 4)
     single = crammer_singer(x.float(), labels, 5, 0.1)
     assert single.dtype == torch.float32
     torch.testing.assert_close(single.double(), crammer_singer(x, labels, 5, 0.1), rtol=1e-5, atol=1e-5)
@@ -106,27 +107,27 @@ def test_the_weight_has_the_dtype_of_the_features():
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_crammer_singer_and_its_derivative_replay_from_a_cuda_graph():
-    x, labels = (tensor.cuda() for tensor in episode(8, 25, 64))
-    other = episode(8, 25, 64, seed=7)[0].cuda()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
+    x, labels = (tensor.cuda() for tensor in unit_tasks(8, 25, 64))
+    new_features = unit_tasks(8, 25, 64, seed=7)[0].cuda()
+    side_stream = torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
     leaf = x.clone().requires_grad_()
-    with torch.cuda.stream(side):
+    with torch.cuda.stream(side_stream):
         torch.autograd.grad(crammer_singer(leaf, labels, 5, 0.1).square().sum(), leaf)
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.current_stream().wait_stream(side_stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         (gradient,) = torch.autograd.grad(crammer_singer(leaf, labels, 5, 0.1).square().sum(), leaf)
-    leaf.data.copy_(other)
+    leaf.data.copy_(new_features)
     graph.replay()
-    fresh = other.cpu().requires_grad_()
-    (expected,) = torch.autograd.grad(crammer_singer(fresh, labels.cpu(), 5, 0.1).square().sum(), fresh)
+    new_leaf = new_features.cpu().requires_grad_()
+    (expected,) = torch.autograd.grad(crammer_singer(new_leaf, labels.cpu(), 5, 0.1).square().sum(), new_leaf)
     torch.testing.assert_close(gradient.cpu(), expected, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize(("scale", "C"), [(1.0, 1e4), (100.0, 0.1), (1e4, 1e-4)])
 def test_crammer_singer_of_large_features_equals_that_of_liblinear(scale, C):
-    x, labels = episode(2, 40, 6)
+    x, labels = unit_tasks(2, 40, 6)
     reference = svm.LinearSVC(
         C=C * scale**2, multi_class="crammer_singer", fit_intercept=False, tol=1e-9, max_iter=100_000
     )

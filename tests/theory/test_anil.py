@@ -20,7 +20,7 @@ from metabridge.theory.adaptation import (
     one_step_risk,
     ridge_estimate,
     ridge_risks,
-    sample_errors_over_bound,
+    sample_error_bound_ratios,
 )
 from metabridge.theory.anil import (
     AnilSettings,
@@ -38,14 +38,14 @@ from metabridge.theory.finite_tasks import RepeatedStep, TaskPoints, first_order
 
 VARIANCES, NOISE = (1.0, 2.0), 0.5
 SETTINGS = AnilSettings(alpha=0.1, beta=0.1, m_in=6)
-MEANS = {"zero mean": None, "some mean": (1.0, -0.5)}
+MEANS = {"zero mean": None, "nonzero mean": (1.0, -0.5)}
 
 
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def make_world(mean: tuple[float, ...] | None = None, **changes: int) -> SharedRepresentation:
+def make_environment(mean: tuple[float, ...] | None = None, **changes: int) -> SharedRepresentation:
     return SharedRepresentation(7, VARIANCES, mean, NOISE, shots=6, **changes)
 
 
@@ -56,15 +56,18 @@ def random_net(seed: int = 0, width: int = 4) -> tuple[Tensor, Tensor]:
     return 0.7 * representation, torch.randn(width, generator=generator, dtype=torch.float64)
 
 
-def sample_tasks(world: SharedRepresentation, tasks: int, points: int, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+def sample_tasks(
+    environment: SharedRepresentation, tasks: int, points: int, seed: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return parameters, points and targets of tasks in float64."""
     generator = seeded(seed)
-    basis = world.representation
-    center = torch.zeros(world.rank) if world.mean is None else torch.tensor(world.mean)
-    weights = center + torch.tensor(world.variances).sqrt() * torch.randn(tasks, world.rank, generator=generator)
+    basis = environment.representation
+    center = torch.zeros(environment.rank) if environment.mean is None else torch.tensor(environment.mean)
+    normal = torch.randn(tasks, environment.rank, generator=generator)
+    weights = center + torch.tensor(environment.variances).sqrt() * normal
     theta = weights.double() @ basis.mT
-    x = torch.randn(tasks, points, world.dimension, generator=generator, dtype=torch.float64)
-    noise = math.sqrt(world.noise) * torch.randn(tasks, points, generator=generator, dtype=torch.float64)
+    x = torch.randn(tasks, points, environment.dimension, generator=generator, dtype=torch.float64)
+    noise = math.sqrt(environment.noise) * torch.randn(tasks, points, generator=generator, dtype=torch.float64)
     return theta, x, (x @ theta[..., None])[..., 0] + noise
 
 
@@ -77,9 +80,9 @@ def mean_equals(samples: Tensor, value: Tensor, errors: float = 5.0) -> bool:
 @pytest.mark.parametrize("mean", MEANS.values(), ids=MEANS)
 def test_moments_of_adapted_heads_equal_those_of_sampled_tasks(mean):
     B, w = random_net()
-    world = make_world(mean)
-    first, second = adapted_head_moments(B, w, TaskMoments.from_environment(world), SETTINGS)
-    _, x, y = sample_tasks(world, 30_000, 6, 1)
+    environment = make_environment(mean)
+    first, second = adapted_head_moments(B, w, TaskMoments.from_environment(environment), SETTINGS)
+    _, x, y = sample_tasks(environment, 30_000, 6, 1)
     errors = x @ (B @ w) - y
     heads = w - SETTINGS.alpha * ((errors[:, None] @ x)[:, 0] / 6) @ B
     assert mean_equals(heads, first)
@@ -91,35 +94,35 @@ def test_population_step_is_the_mean_of_steps_on_sampled_tasks(mean):
     """A step on N tasks is a mean over tasks, so many runs of few tasks scatter around the population step."""
     B, w = random_net()
     runs, tasks = 300, 100
-    worlds = [make_world(mean, pool=runs * tasks)]
+    environment = make_environment(mean, pool=runs * tasks)
     points = TaskPoints(
-        *(part.view(runs, tasks, *part.shape[2:]) for part in TaskPoints.from_episodes([worlds[0].tasks]))
+        *(part.view(runs, tasks, *part.shape[2:]) for part in TaskPoints.from_episodes([environment.tasks]))
     )
     points = points.to("cpu", torch.float64)
     stepped = first_order_step(B.expand(runs, -1, -1), w.expand(runs, -1), points, SETTINGS)
-    expected = population_step(B, w, TaskMoments.from_environment(worlds[0]), SETTINGS)
+    expected = population_step(B, w, TaskMoments.from_environment(environment), SETTINGS)
     for samples, value in zip(stepped, expected):
         assert mean_equals(samples, value)
 
 
 def test_population_step_equals_the_published_equations_5_to_7():
     B, w = random_net()
-    world = make_world()
-    basis, sigma = world.representation, torch.diag(torch.tensor(VARIANCES, dtype=torch.float64))
+    environment = make_environment()
+    basis, sigma = environment.representation, torch.diag(torch.tensor(VARIANCES, dtype=torch.float64))
     a, m, eye = SETTINGS.alpha, SETTINGS.m_in, torch.eye(4, dtype=torch.float64)
     shrunk, shared = eye - a * B.mT @ B, basis @ sigma @ basis.mT
     total = (B @ w).square().sum() + sum(VARIANCES) + NOISE
     heads = shrunk @ torch.outer(w, w) @ shrunk + a**2 * B.mT @ shared @ B
     inner = torch.outer(B @ w, B @ w) + shared + total * torch.eye(7, dtype=torch.float64)
     heads = heads + a**2 / m * B.mT @ inner @ B
-    next_B, next_w = population_step(B, w, TaskMoments.from_environment(world), SETTINGS)
+    next_B, next_w = population_step(B, w, TaskMoments.from_environment(environment), SETTINGS)
     torch.testing.assert_close(next_w, w - SETTINGS.beta * shrunk @ B.mT @ B @ w)
     torch.testing.assert_close(next_B, B - SETTINGS.beta * B @ heads + a * SETTINGS.beta * shared @ B)
 
 
 def test_infinite_points_are_the_limit_of_many_points_on_the_same_tasks():
     B, w = random_net()
-    tasks = TaskMoments.from_tasks(make_world(pool=30).task_parameters, NOISE)
+    tasks = TaskMoments.from_tasks(make_environment(pool=30).task_parameters, NOISE)
     many, infinite = (population_step(B, w, tasks, AnilSettings(0.1, 0.1, m)) for m in (1e9, math.inf))
     for near, exact in zip(many, infinite):
         torch.testing.assert_close(near, exact)
@@ -127,110 +130,109 @@ def test_infinite_points_are_the_limit_of_many_points_on_the_same_tasks():
 
 @pytest.mark.parametrize(("name", "adapts"), [("fo-anil", "head"), ("fo-maml", "all")])
 def test_a_step_on_finite_tasks_equals_that_of_the_librarys_learner(name, adapts):
-    runs = [make_world(pool=9, seed=seed) for seed in (0, 1)]
+    runs = [make_environment(pool=9, seed=seed) for seed in (0, 1)]
     nets = [random_net(seed) for seed in (0, 1)]
-    points = TaskPoints.from_episodes([world.tasks for world in runs]).to("cpu", torch.float64)
+    points = TaskPoints.from_episodes([environment.tasks for environment in runs]).to("cpu", torch.float64)
     B, w = (torch.stack(part) for part in zip(*nets))
     stepped = first_order_step(B, w, points, SETTINGS, adapts)
     learner = method(name, steps=1, lr=SETTINGS.alpha)
-    for run, world in enumerate(runs):
+    for run, environment in enumerate(runs):
         module = mlp(7, 1, width=4, depth=1, activation="linear", bias=False).double()
         with torch.no_grad():
             module.features[1].weight.copy_(B[run].mT)
             module.head.weight.copy_(w[run][None])
         theta = meta_gradient(
-            learner, module, parameters(learner, module), world.tasks.to(dtype=torch.float64)
+            learner, module, parameters(learner, module), environment.tasks.to(dtype=torch.float64)
         ).gradients
         torch.testing.assert_close(stepped[0][run], B[run] - SETTINGS.beta * theta["features.1.weight"].mT)
         torch.testing.assert_close(stepped[1][run], w[run] - SETTINGS.beta * theta["head.weight"][0])
 
 
 def test_single_precision_steps_agree_with_double_precision():
-    points = TaskPoints.from_episodes([make_world(pool=200).tasks])
+    points = TaskPoints.from_episodes([make_environment(pool=200).tasks])
     B, w = initial_parameters(7, 7, SETTINGS.alpha, seeded())
-    ends = []
+    final_params = []
     for dtype in (torch.float32, torch.float64):
-        world = points.to("cpu", dtype)
+        task_points = points.to("cpu", dtype)
         start = (B[None].to(dtype), w[None].to(dtype))
-        repeated = RepeatedStep(partial(first_order_step, points=world, settings=SETTINGS), start)
+        repeated = RepeatedStep(partial(first_order_step, points=task_points, settings=SETTINGS), start)
         repeated.advance(1000)
-        ends.append(repeated.params[0].double())
-    assert (ends[0] - ends[1]).norm() < 1e-4 * ends[1].norm()
+        final_params.append(repeated.params[0].double())
+    assert (final_params[0] - final_params[1]).norm() < 1e-4 * final_params[1].norm()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("adapts", ["head", "all"])
 def test_captured_steps_on_a_gpu_equal_those_on_a_cpu(adapts):
-    points = TaskPoints.from_episodes([make_world(pool=50, seed=seed).tasks for seed in (0, 1)])
+    points = TaskPoints.from_episodes([make_environment(pool=50, seed=seed).tasks for seed in (0, 1)])
     B, w = (torch.stack(part) for part in zip(random_net(0), random_net(1)))
-    ends = []
+    final_params = []
     for device in ("cpu", "cuda"):
-        world = points.to(device, torch.float64)
-        repeated = RepeatedStep(
-            partial(first_order_step, points=world, settings=SETTINGS, adapts=adapts), (B.to(device), w.to(device))
-        )
+        task_points = points.to(device, torch.float64)
+        step = partial(first_order_step, points=task_points, settings=SETTINGS, adapts=adapts)
+        repeated = RepeatedStep(step, (B.to(device), w.to(device)))
         repeated.advance(7)
         repeated.advance(13)
-        ends.append(repeated.params)
-    for cpu, gpu in zip(*ends):
+        final_params.append(repeated.params)
+    for cpu, gpu in zip(*final_params):
         torch.testing.assert_close(gpu.cpu(), cpu)
 
 
 @pytest.fixture(scope="module")
-def converged() -> tuple[SharedRepresentation, AnilSettings, Tensor, Tensor]:
+def converged_net() -> tuple[SharedRepresentation, AnilSettings, Tensor, Tensor]:
     """Return a converged net as wide as the representation. Wider ones converge only like 1/t, as they unlearn."""
-    world, settings = make_world(), AnilSettings(0.4, 0.4, 6)
+    environment, settings = make_environment(), AnilSettings(0.4, 0.4, 6)
     B, w = initial_parameters(7, 2, settings.alpha, seeded())
-    tasks = TaskMoments.from_environment(world)
+    tasks = TaskMoments.from_environment(environment)
     for _ in range(2500):
         B, w = population_step(B, w, tasks, settings)
-    return world, settings, B, w
+    return environment, settings, B, w
 
 
-def test_population_steps_converge_to_the_limit_of_theorem_1(converged):
-    world, settings, B, w = converged
+def test_population_steps_converge_to_the_limit_of_theorem_1(converged_net):
+    environment, settings, B, w = converged_net
     sigma = torch.diag(torch.tensor(VARIANCES, dtype=torch.float64))
-    inside = world.representation.mT @ B
+    inside = environment.representation.mT @ B
     expected = limiting_gram(sigma, NOISE, settings)
     assert (inside @ inside.mT - expected).abs().max() < 1e-6
-    assert spectrum(B, world.representation).orthogonal_largest < 1e-6
+    assert spectrum(B, environment.representation).orthogonal_largest < 1e-6
     assert (B @ w).norm() < 1e-6
-    # The form in which Yüksel et al. 2023 print it:
+    # The equation as printed by Yüksel et al. 2023:
     eye, total = torch.eye(2, dtype=torch.float64), sum(VARIANCES) + NOISE
     printed = 6 / 7 / settings.alpha * (eye - torch.linalg.inv(7 / total * sigma + eye))
     torch.testing.assert_close(expected, printed)
 
 
 def test_a_mean_of_the_tasks_changes_the_initial_function_but_not_the_limit():
-    world, settings = make_world((1.0, -0.5)), AnilSettings(0.4, 0.4, 6)
+    environment, settings = make_environment((1.0, -0.5)), AnilSettings(0.4, 0.4, 6)
     B, w = initial_parameters(7, 2, settings.alpha, seeded())
-    tasks = TaskMoments.from_environment(world)
+    tasks = TaskMoments.from_environment(environment)
     for _ in range(2500):
         B, w = population_step(B, w, tasks, settings)
-    inside = world.representation.mT @ B
+    inside = environment.representation.mT @ B
     sigma = torch.diag(torch.tensor(VARIANCES, dtype=torch.float64))
     torch.testing.assert_close(B @ w, tasks.mean, atol=1e-6, rtol=0)
     torch.testing.assert_close(inside @ inside.mT, limiting_gram(sigma, NOISE, settings), atol=1e-5, rtol=0)
 
 
 def test_wide_nets_unlearn_orthogonal_directions_within_the_bound_and_like_1_over_t():
-    world, settings = make_world(), AnilSettings(0.2, 0.2, 6)
-    tasks, total = TaskMoments.from_environment(world), sum(VARIANCES) + NOISE
+    environment, settings = make_environment(), AnilSettings(0.2, 0.2, 6)
+    tasks, total = TaskMoments.from_environment(environment), sum(VARIANCES) + NOISE
     B, w = initial_parameters(7, 7, settings.alpha, seeded())
-    start, values = float(spectrum(B, world.representation).orthogonal_largest), []
+    start, values = float(spectrum(B, environment.representation).orthogonal_largest), []
     for step in range(1, 4001):
         B, w = population_step(B, w, tasks, settings)
         if step % 500 == 0:
-            values.append((step, float(spectrum(B, world.representation).orthogonal_largest)))
+            values.append((step, float(spectrum(B, environment.representation).orthogonal_largest)))
     for step, value in values:
         assert value <= float(unlearning_bound(start, torch.tensor(step), total, settings))
-    last, half = values[-1][1], values[3][1]
-    assert last / half == pytest.approx(0.5, rel=0.05)
+    last, halfway = values[-1][1], values[3][1]
+    assert last / halfway == pytest.approx(0.5, rel=0.05)
 
 
-def test_the_limit_is_a_global_minimum_of_the_objective(converged):
-    world, settings, B, w = converged
-    tasks = TaskMoments.from_environment(world)
+def test_the_limit_is_a_global_minimum_of_the_objective(converged_net):
+    environment, settings, B, w = converged_net
+    tasks = TaskMoments.from_environment(environment)
     minimum = minimum_risk(tasks, settings.m_in)
     assert float(one_step_risk(B, w, tasks, settings.alpha, settings.m_in) - minimum) == pytest.approx(0, abs=1e-9)
     for seed in range(200):
@@ -243,7 +245,7 @@ def test_the_limit_is_a_global_minimum_of_the_objective(converged):
 
 
 def test_minimizing_the_objective_reaches_the_minimum_risk():
-    tasks = TaskMoments.from_environment(make_world((0.4, 1.0)))
+    tasks = TaskMoments.from_environment(make_environment((0.4, 1.0)))
     B, w = (part.clone().requires_grad_() for part in random_net(3, 7))
     optimizer = torch.optim.LBFGS([B, w], max_iter=500, line_search_fn="strong_wolfe", tolerance_grad=1e-12)
 
@@ -260,9 +262,9 @@ def test_minimizing_the_objective_reaches_the_minimum_risk():
 @pytest.mark.parametrize("mean", MEANS.values(), ids=MEANS)
 def test_risks_equal_those_of_sampled_tasks(mean):
     B, w = random_net()
-    world = make_world(mean)
-    tasks = TaskMoments.from_environment(world)
-    theta, x, y = sample_tasks(world, 20_000, 9, 2)
+    environment = make_environment(mean)
+    tasks = TaskMoments.from_environment(environment)
+    theta, x, y = sample_tasks(environment, 20_000, 9, 2)
     errors = (one_step_estimate(B, w, x, y, 0.1) - theta).square().sum(-1) / 2
     assert mean_equals(errors, one_step_risk(B, w, tasks, 0.1, 9))
     for penalty in (0.3, 5.0):
@@ -275,39 +277,40 @@ def test_ridge_estimate_equals_scikit_learn():
     from sklearn.linear_model import Ridge
 
     B, _ = random_net()
-    _, x, y = sample_tasks(make_world(), 3, 9, 4)
+    _, x, y = sample_tasks(make_environment(), 3, 9, 4)
     estimates = ridge_estimate(B, x, y, 0.7)
     for task in range(3):
         model = Ridge(alpha=0.7, fit_intercept=False).fit((x[task] @ B).numpy(), y[task].numpy())
         torch.testing.assert_close(estimates[task], B @ torch.from_numpy(model.coef_))
 
 
-def test_proposition_1_falls_with_points_and_holds_at_the_limit_with_a_small_constant():
-    world, settings, probability = make_world(), AnilSettings(0.1, 0.1, 50), 1 - 4 * math.exp(-1)
+def test_the_bound_of_proposition_1_holds_at_the_limit_with_a_constant_of_2():
+    environment, settings, probability = make_environment(), AnilSettings(0.1, 0.1, 50), 1 - 4 * math.exp(-1)
     sigma = torch.diag(torch.tensor(VARIANCES, dtype=torch.float64))
-    root = world.representation @ torch.linalg.cholesky(limiting_gram(sigma, NOISE, settings))
+    root = environment.representation @ torch.linalg.cholesky(limiting_gram(sigma, NOISE, settings))
     for points in (10, 100, 1000):
-        theta, x, y = sample_tasks(world, 2000, points, 5)
+        theta, x, y = sample_tasks(environment, 2000, points, 5)
         errors = (one_step_estimate(root, torch.zeros(2, dtype=torch.float64), x, y, settings.alpha) - theta).norm(
             dim=-1
         )
         ratios = errors / error_bound(theta.norm(dim=-1), sigma, NOISE, settings, points)
         assert (ratios <= 2).double().mean() > probability
-        projected = sample_errors_over_bound(sigma, NOISE, settings, points, 2000, seeded(6))  # without B*
+        projected = sample_error_bound_ratios(sigma, NOISE, settings, points, 2000, seeded(6))  # without B*
         assert float(projected.median()) == pytest.approx(float(ratios.median()), rel=0.1)
 
 
 def test_runs_computed_together_equal_single_runs():
-    worlds = [make_world(seed=seed) for seed in range(3)]
+    environments = [make_environment(seed=seed) for seed in range(3)]
     nets = [random_net(seed) for seed in range(3)]
-    together = population_step(
+    all_runs = population_step(
         *(torch.stack(part) for part in zip(*nets)),
-        stack_moments([TaskMoments.from_environment(world) for world in worlds]),
+        stack_moments([TaskMoments.from_environment(environment) for environment in environments]),
         SETTINGS,
     )
-    for run, (world, start) in enumerate(zip(worlds, nets)):
-        for all_runs, single in zip(together, population_step(*start, TaskMoments.from_environment(world), SETTINGS)):
-            torch.testing.assert_close(all_runs[run], single)
+    for run, (environment, start) in enumerate(zip(environments, nets)):
+        single_run = population_step(*start, TaskMoments.from_environment(environment), SETTINGS)
+        for batched, expected in zip(all_runs, single_run):
+            torch.testing.assert_close(batched[run], expected)
 
 
 def test_spectrum_separates_directions_along_and_orthogonal_to_the_basis():
@@ -319,15 +322,15 @@ def test_spectrum_separates_directions_along_and_orthogonal_to_the_basis():
 
 def test_the_limit_is_unstable_beyond_the_largest_step():
     """At α·β·s = 1 the factor |1 − 2αβs| is 1."""
-    world = SharedRepresentation(3, (1.0,), noise=0.01)
-    tasks = TaskMoments.from_environment(world)
-    for alpha, stays in ((0.9, True), (1.1, False)):
+    environment = SharedRepresentation(3, (1.0,), noise=0.01)
+    tasks = TaskMoments.from_environment(environment)
+    for alpha, is_stable in ((0.9, True), (1.1, False)):
         settings = AnilSettings(alpha, alpha, 1000)
         inside = math.sqrt(1 / alpha / (1 + 1 / 1000 + 1.01 / 1000))
-        B, w = (inside + 1e-4) * world.representation, torch.zeros(1, dtype=torch.float64)
+        B, w = (inside + 1e-4) * environment.representation, torch.zeros(1, dtype=torch.float64)
         for _ in range(200):
             B, w = population_step(B, w, tasks, settings)
-        assert (abs(float((world.representation.mT @ B).abs()) - inside) < 1e-3) == stays
+        assert (abs(float((environment.representation.mT @ B).abs()) - inside) < 1e-3) == is_stable
 
 
 EYE = torch.eye(2, dtype=torch.float64)

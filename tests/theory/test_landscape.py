@@ -41,12 +41,12 @@ def random_landscape(spread: float = 0.3) -> Landscape:
     return Landscape(tuple(groups), 4)
 
 
-def random_world(seed: int) -> tuple[HardEasy, float]:
-    """Return a mixture of hard and easy tasks, and a stable α."""
-    draw = torch.rand(6, generator=seeded(seed), dtype=torch.float64).tolist()
-    hard, easy = 0.05 + draw[0], 0.05 + draw[1]
-    world = HardEasy(hard, easy, R=5 * draw[2], r_hard=draw[3], r_easy=draw[4], dimension=6)
-    return world, 1.9 * draw[5] / max(hard, easy)
+def random_hard_easy(seed: int) -> tuple[HardEasy, float]:
+    """Return a random `HardEasy`, and a stable α."""
+    uniform = torch.rand(6, generator=seeded(seed), dtype=torch.float64).tolist()
+    rho_hard, rho_easy = 0.05 + uniform[0], 0.05 + uniform[1]
+    hard_easy = HardEasy(rho_hard, rho_easy, R=5 * uniform[2], r_hard=uniform[3], r_easy=uniform[4], dimension=6)
+    return hard_easy, 1.9 * uniform[5] / max(rho_hard, rho_easy)
 
 
 def linear_net(w: torch.Tensor) -> Network:
@@ -125,7 +125,7 @@ def test_maml_without_a_step_is_nal():
 
 @pytest.mark.parametrize("name", ["nal", "maml"])
 def test_risks_at_the_solutions_equal_proposition_1(name):
-    """As printed in eq. 6 and 7: ½ E_i‖E_i'[W_i']⁻¹E_i'[W_i'(w_i'* − w_i*)]‖² in the norm of Q_i, over given tasks."""
+    """Eq. 6 and 7 as printed: ½ E_i‖E_i'[W_i']⁻¹E_i'[W_i'(w_i'* − w_i*)]‖² in the norm of Q_i, for fixed tasks."""
     tasks = random_landscape().sample_finite(5, seeded())
     Sigma, w = tasks.distribution.covariance, tasks.distribution.center
     Q = theory.adapted_covariance(Sigma, ALPHA, M)
@@ -142,11 +142,11 @@ def test_risks_at_the_solutions_equal_proposition_1(name):
 @pytest.mark.parametrize("seed", range(6))
 def test_two_tasks_have_the_solutions_and_risks_of_equations_8_and_9(seed):
     """The printed eq. 9 lacks the factor ‖w₁* − w₂*‖²/4, which is d here."""
-    world, alpha = random_world(seed)
-    rho_H, rho_E, d = world.rho_hard, world.rho_easy, world.dimension
+    hard_easy, alpha = random_hard_easy(seed)
+    rho_H, rho_E, d = hard_easy.rho_hard, hard_easy.rho_easy, hard_easy.dimension
     groups = TaskGroup(rho_H, 1.0, probability=0.5), TaskGroup(rho_E, -1.0, probability=0.5)
     tasks = Landscape(groups, d)
-    a_H, a_E = theory.task_weights(world, alpha, M)
+    a_H, a_E = theory.task_weights(hard_easy, alpha, M)
     weights = {"nal": (rho_H, rho_E), "maml": (a_H, a_E)}
     risks = {
         "nal": (a_E * rho_H**2 + a_H * rho_E**2) / (rho_E + rho_H) ** 2,
@@ -160,9 +160,10 @@ def test_two_tasks_have_the_solutions_and_risks_of_equations_8_and_9(seed):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_hard_easy_risks_equal_equations_10_and_11_and_the_general_risk(seed):
-    world, alpha = random_world(seed)
-    (a_H, a_E), d = theory.task_weights(world, alpha, M), world.dimension
-    rho_H, rho_E, r_H, r_E, R2 = world.rho_hard, world.rho_easy, world.r_hard, world.r_easy, world.R**2
+    hard_easy, alpha = random_hard_easy(seed)
+    (a_H, a_E), d = theory.task_weights(hard_easy, alpha, M), hard_easy.dimension
+    rho_H, rho_E, R2 = hard_easy.rho_hard, hard_easy.rho_easy, hard_easy.R**2
+    r_H, r_E = hard_easy.r_hard, hard_easy.r_easy
     nal = (
         (a_E * rho_E**2 + 2 * a_E * rho_E * rho_H) * r_E
         + a_E * rho_H**2 * (r_E + R2)
@@ -175,22 +176,22 @@ def test_hard_easy_risks_equal_equations_10_and_11_and_the_general_risk(seed):
         + a_E * a_H**2 * (r_E + R2)
         + a_E**2 * a_H * (r_H + R2)
     )
-    risks = theory.hard_easy_risks(world, alpha, M)
+    risks = theory.hard_easy_risks(hard_easy, alpha, M)
     assert risks.nal == pytest.approx(d / (4 * (rho_E + rho_H) ** 2) * nal, rel=1e-12)
     assert risks.maml == pytest.approx(d / (4 * (a_E + a_H) ** 2) * maml, rel=1e-12)
     for name in ("nal", "maml"):
-        w = theory.solution(name, world.landscape, alpha, M)
-        general = float(theory.risk_above_floor(world.landscape, w, alpha, M))
+        w = theory.solution(name, hard_easy.landscape, alpha, M)
+        general = float(theory.risk_above_floor(hard_easy.landscape, w, alpha, M))
         assert getattr(risks, name) == pytest.approx(general, rel=1e-12)
 
 
 def test_ratio_of_risks_approaches_its_asymptotic_value():
     gaps = []
     for hardness, m in ((1e-1, 1e4), (1e-2, 1e6), (1e-3, 1e8)):
-        world = HardEasy(hardness, 1.0, R=2.0, r_hard=0.5, r_easy=1.0)
-        gaps.append(abs(theory.hard_easy_risks(world, 1.0, m).ratio - theory.asymptotic_ratio(world)))
+        hard_easy = HardEasy(hardness, 1.0, R=2.0, r_hard=0.5, r_easy=1.0)
+        gaps.append(abs(theory.hard_easy_risks(hard_easy, 1.0, m).ratio - theory.asymptotic_ratio(hard_easy)))
     assert gaps[0] > gaps[1] > gaps[2]
-    assert gaps[2] < 0.05 < 9 == theory.asymptotic_ratio(world)
+    assert gaps[2] < 0.05 < 9 == theory.asymptotic_ratio(hard_easy)
     assert theory.asymptotic_ratio(HardEasy(0.1, 1.0)) == math.inf
 
 
@@ -235,8 +236,8 @@ def test_meta_gradients_vanish_at_the_empirical_solutions(inner, outer, tau, tas
         net = linear_net(w)
         result = meta_gradient(learner, net, parameters(learner, net), episodes)
         assert float(result.gradients["head.weight"].abs().max()) < 1e-10
-        moved = linear_net(w + 0.1)
-        elsewhere = meta_gradient(learner, moved, parameters(learner, moved), episodes)
+        shifted = linear_net(w + 0.1)
+        elsewhere = meta_gradient(learner, shifted, parameters(learner, shifted), episodes)
         assert float(elsewhere.loss) > float(result.loss)
 
 
@@ -276,37 +277,40 @@ def test_risks_are_zero_if_a_step_solves_every_task():
     assert theory.hard_easy_risks(HardEasy(1.0, 1.0, R=2.0, r_hard=1.0), 1.0, math.inf) == (0.0, 0.0)
 
 
-WORLD = HardEasy(0.1, 1.0)
+HARD_EASY = HardEasy(0.1, 1.0)
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: theory.maml_solution(WORLD.landscape, 2.0, M), "alpha is 2.0, but steps of 2 or more diverge"),
+        (lambda: theory.maml_solution(HARD_EASY.landscape, 2.0, M), "alpha is 2.0, but steps of 2 or more diverge"),
         (
             lambda: theory.maml_solution(HardEasy(1.0, 1.0).landscape, 1.0, math.inf),
             "a step on infinitely many samples solves every task",
         ),
-        (lambda: theory.risk_above_floor(WORLD.landscape, torch.ones(10), -0.1, M), "alpha is -0.1, but steps"),
-        (lambda: theory.noise_floor(WORLD.landscape, math.nan, M), "alpha is nan, but steps"),
-        (lambda: theory.hard_easy_risks(WORLD, 3.0, M), "alpha is 3.0, but steps"),
+        (lambda: theory.risk_above_floor(HARD_EASY.landscape, torch.ones(10), -0.1, M), "alpha is -0.1, but steps"),
+        (lambda: theory.noise_floor(HARD_EASY.landscape, math.nan, M), "alpha is nan, but steps"),
+        (lambda: theory.hard_easy_risks(HARD_EASY, 3.0, M), "alpha is 3.0, but steps"),
         (lambda: theory.adapted_covariance(torch.eye(2), 1.0, 0), "s is 0, but must be"),
-        (lambda: theory.maml_solution(WORLD.landscape, 1.0, 0), "n2 is 0, but must be an integer of at least 1"),
-        (lambda: theory.task_weights(WORLD, 1.0, 2.5), "m is 2.5, but must be an integer"),
-        (lambda: theory.noise_floor(WORLD.landscape, 1.0, -1), "m is -1, but must be an integer"),
-        (lambda: theory.task_weights(WORLD, 1.0, math.nan), "m is nan, but must be an integer"),
-        (lambda: theory.risk_above_floor(WORLD.landscape, torch.ones(10), 1.0, 0), "m is 0, but must be"),
+        (lambda: theory.maml_solution(HARD_EASY.landscape, 1.0, 0), "n2 is 0, but must be an integer of at least 1"),
+        (lambda: theory.task_weights(HARD_EASY, 1.0, 2.5), "m is 2.5, but must be an integer"),
+        (lambda: theory.noise_floor(HARD_EASY.landscape, 1.0, -1), "m is -1, but must be an integer"),
+        (lambda: theory.task_weights(HARD_EASY, 1.0, math.nan), "m is nan, but must be an integer"),
+        (lambda: theory.risk_above_floor(HARD_EASY.landscape, torch.ones(10), 1.0, 0), "m is 0, but must be"),
         (
-            lambda: theory.empirical_maml(LinearTasks(WORLD.landscape).sample(9, seeded()), -1.0),
+            lambda: theory.empirical_maml(LinearTasks(HARD_EASY.landscape).sample(9, seeded()), -1.0),
             "alpha is -1.0, but a step size must be",
         ),
-        (lambda: theory.risk_above_floor(WORLD.landscape, torch.ones(3), 1.0, M), "w is float32 of shape (3,), but"),
         (
-            lambda: theory.empirical_nal(LinearTasks(WORLD.landscape, 2, 2).sample(2, seeded())),
+            lambda: theory.risk_above_floor(HARD_EASY.landscape, torch.ones(3), 1.0, M),
+            "w is float32 of shape (3,), but",
+        ),
+        (
+            lambda: theory.empirical_nal(LinearTasks(HARD_EASY.landscape, 2, 2).sample(2, seeded())),
             "the points of all tasks do not span their 10 dimensions",
         ),
         (
-            lambda: theory.empirical_maml(LinearTasks(WORLD.landscape, 20, 3).sample(3, seeded()), 1.0),
+            lambda: theory.empirical_maml(LinearTasks(HARD_EASY.landscape, 20, 3).sample(3, seeded()), 1.0),
             "the points of all tasks do not span their 10 dimensions",
         ),
     ],
@@ -318,5 +322,5 @@ def test_invalid_settings_are_reported(make, message):
 
 
 def test_best_alpha_of_maml_solves_tasks_with_one_covariance():
-    world = HardEasy(rho_hard=1.0, rho_easy=1.0, dimension=2).landscape
-    assert abs(theory.best_alpha("maml", world, m=math.inf) - 1.0) < 1e-6
+    landscape = HardEasy(rho_hard=1.0, rho_easy=1.0, dimension=2).landscape
+    assert abs(theory.best_alpha("maml", landscape, m=math.inf) - 1.0) < 1e-6

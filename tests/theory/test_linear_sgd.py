@@ -31,10 +31,10 @@ def test_gradients_equal_those_of_automatic_differentiation(logistic):
     y_in, y_out = (torch.rand(2, 4, 6, generator=generator, dtype=torch.float64) > 0.5).double()
     w = torch.randn(4, 3, generator=generator, dtype=torch.float64, requires_grad=True)
     loss = LogisticLoss if logistic else SquaredLoss.from_points
-    pointwise = LogisticLoss.pointwise if logistic else SquaredLoss.pointwise
+    pointwise_loss = LogisticLoss.pointwise_loss if logistic else SquaredLoss.pointwise_loss
 
     def mean_loss(w, x, y):
-        return pointwise((x @ w[..., None]).squeeze(-1), y).mean(-1).sum()
+        return pointwise_loss((x @ w[..., None]).squeeze(-1), y).mean(-1).sum()
 
     (inner,) = torch.autograd.grad(mean_loss(w, x_in, y_in), w, create_graph=True)
     torch.testing.assert_close(loss(x_in, y_in).grad(w), inner)
@@ -46,8 +46,8 @@ def test_gradients_equal_those_of_automatic_differentiation(logistic):
 
 
 @pytest.mark.parametrize("name", ["nal", "maml"])
-def test_sgd_ends_at_the_population_solution(name):
-    """The steps are so short that the noise of the end is small compared with the distance of the two solutions."""
+def test_sgd_converges_to_the_population_solution(name):
+    """The steps are so short that the final weights vary less between runs than between the two solutions."""
     alpha, n2, runs = 0.8, 20, 20
     learner = LinearLearner(0.02) if name == "nal" else LinearLearner(0.05, alpha)
     tasks = LinearTasks(LANDSCAPE, n2, 10)
@@ -58,7 +58,7 @@ def test_sgd_ends_at_the_population_solution(name):
     assert float(error.max()) < 0.2 * float((solutions["nal"] - solutions["maml"]).norm())
 
 
-def test_hard_tasks_of_a_batch_have_their_weight():
+def test_gradients_of_hard_tasks_are_multiplied_by_hard_weight():
     """One step from 0 is the learning rate times the weighted sum of Xᵀy/n over the batch."""
     tasks, learner = LinearTasks(LANDSCAPE, 4, 3), LinearLearner(0.1, hard_weight=5.0)
     w = train_linear_models(tasks, {"weighted": learner}, seeded(), iterations=1, runs=2, batch_size=3)["weighted"]
@@ -71,13 +71,13 @@ def test_hard_tasks_of_a_batch_have_their_weight():
 
 
 @pytest.mark.parametrize("values", [1, 1000])
-def test_training_is_the_same_however_many_iterations_are_sampled_together(values, monkeypatch):
+def test_training_does_not_depend_on_how_many_iterations_are_sampled_at_a_time(values, monkeypatch):
     monkeypatch.setattr("metabridge.theory.linear_sgd.MAX_SAMPLED_VALUES", values)
     tasks = LinearTasks(LANDSCAPE, 4, 3)
     result = train_linear_models(tasks, {"nal": LinearLearner(0.1)}, seeded(), iterations=3, runs=2)["nal"]
     generator, w = seeded(), torch.zeros(2, 3)
-    parts = [tasks.sample(2, generator) for _ in range(3)] if values == 1 else [tasks.sample(6, generator)]
-    for episodes in (part[first : first + 2] for part in parts for first in range(0, len(part), 2)):
+    chunks = [tasks.sample(2, generator) for _ in range(3)] if values == 1 else [tasks.sample(6, generator)]
+    for episodes in (chunk[first : first + 2] for chunk in chunks for first in range(0, len(chunk), 2)):
         x, y = episodes.without_split().support_x, episodes.without_split().support_y
         w = w - 0.1 * (x.mT @ (x @ w[..., None] - y)).squeeze(-1) / 7
     torch.testing.assert_close(result, w)
@@ -98,5 +98,5 @@ def test_the_label_entropy_is_the_loss_at_the_solution_of_each_task():
     episodes = LogisticTasks(landscape, 50, 50).sample(4000, seeded()).without_split()
     w = landscape.distribution.center.float()[episodes.classes[:, 0] // 2]
     logits = (episodes.support_x @ w[..., None]).squeeze(-1)
-    losses = LogisticLoss.pointwise(logits, episodes.support_y.float()).mean(1).double()
+    losses = LogisticLoss.pointwise_loss(logits, episodes.support_y.float()).mean(1).double()
     assert abs(float(losses.mean()) - label_entropy(landscape)) < 4.5 * float(losses.std()) / math.sqrt(4000)

@@ -26,14 +26,16 @@ def sample(activation: Activation, episodes: int, shots: int, queries: int) -> E
     """Sample the same number of episodes of each task."""
     generator = torch.Generator().manual_seed(0)
     environments = [
-        TeacherTasks(FixedNeurons(t.neurons[None]), activation, covariance=t.covariance, shots=shots, queries=queries)
-        for t in tasks(activation)
+        TeacherTasks(
+            FixedNeurons(task.neurons[None]), activation, covariance=task.covariance, shots=shots, queries=queries
+        )
+        for task in tasks(activation)
     ]
     return Episodes.concatenate([environment.sample(episodes, generator) for environment in environments])
 
 
 def meta_gradient(name: str, activation: Activation, episodes: Episodes, neuron: Tensor) -> MetaGradient:
-    """Return loss and gradient of a student with one neuron from the library's learner; the head stays 1."""
+    """Return the meta-gradient of `Engine` for a student with one neuron, whose head is fixed to 1."""
     options = {"steps": 1, "lr": ALPHA, "rates": "per-tensor"} if name == "maml" else {}
     algorithm = method(name, split=True, **options)
     net = mlp(2, 1, width=1, depth=1, activation=activation, bias=False).double()

@@ -8,15 +8,15 @@ from metabridge.theory.power_law import PowerLaw, last_exponents, last_slopes
 
 def test_the_interval_of_a_fitted_exponent_covers_the_true_one():
     generator = torch.Generator().manual_seed(0)
-    covered = 0
+    covered_count = 0
     for _ in range(200):
         noise = torch.randn(3, 4, generator=generator).mul(0.2).exp().tolist()
-        points = {
+        values_by_width = {
             width: [3 * width**-0.5 * factor for factor in factors] for width, factors in zip((64, 128, 256), noise)
         }
-        law = PowerLaw.fit(points)
-        covered += abs(law.exponent + 0.5) <= law.ci95
-    assert 180 <= covered <= 198  # 190 expected, with a standard deviation of 3
+        law = PowerLaw.fit(values_by_width)
+        covered_count += abs(law.exponent + 0.5) <= law.ci95
+    assert 180 <= covered_count <= 198  # 190 expected, with a standard deviation of 3
 
 
 def test_an_exact_power_law_is_recovered():

@@ -33,12 +33,12 @@ def hard_and_easy(activation: str) -> tuple[TeacherTask, TeacherTask]:
 
 def finite_differences(function, point: Tensor) -> Tensor:
     """Return central differences of a function in every element of `point`, stacked along the first axis."""
-    moves = STEP * torch.eye(point.numel(), dtype=point.dtype).reshape(-1, *point.shape)
-    return torch.stack([(function(point + move) - function(point - move)) / (2 * STEP) for move in moves])
+    offsets = STEP * torch.eye(point.numel(), dtype=point.dtype).reshape(-1, *point.shape)
+    return torch.stack([(function(point + offset) - function(point - offset)) / (2 * STEP) for offset in offsets])
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_population_loss_and_its_gradient_are_the_means_of_samples(activation):
+def test_population_loss_and_its_gradient_are_close_to_sample_means(activation):
     task = TeacherTask(TEACHER, activation, 0.5)
     environment = TeacherTasks(FixedNeurons(TEACHER[None]), activation, covariance=0.5, shots=1, queries=400_000)
     sample = environment.sample(1, torch.Generator().manual_seed(0))
@@ -108,7 +108,7 @@ def test_the_bound_can_fail_away_from_stationary_points():
 def test_the_two_forms_of_the_bound_differ_by_the_square_of_alpha():
     gaps = []
     for alpha in (1e-3, 1e-4):
-        preference = HardTaskPreference(alpha, 1.0, 1.0, hard=(0.1, 0.2), easy=(0.3, 0.4))
+        preference = HardTaskPreference(alpha, 1.0, 1.0, hard_curvatures=(0.1, 0.2), easy_curvatures=(0.3, 0.4))
         assert preference.bound == pytest.approx(((1 - 0.3 * alpha) / (1 - 0.2 * alpha)) ** 2)
         gaps.append(preference.bound - preference.printed_bound)
     assert gaps[0] / gaps[1] == pytest.approx(100, rel=0.01)
@@ -133,7 +133,7 @@ def test_gradients_balance_at_stationary_points_of_nal():
     assert HardTaskPreference.measure(point, hard, easy, 0.1).ratio == pytest.approx(1, abs=1e-6)
 
 
-def test_a_full_step_is_the_limit_of_steps_on_many_samples():
+def test_a_step_on_the_population_loss_is_the_limit_of_steps_on_many_samples():
     task = TeacherTask(TEACHER[:1], "softplus", 0.5)
     sample = TeacherTasks(FixedNeurons(TEACHER[None, :1]), covariance=0.5, shots=400_000, queries=1)
     x, y = (part[0] for part in sample.sample(1, torch.Generator().manual_seed(0)).tensors()[:2])
@@ -177,10 +177,10 @@ def test_loss_supports_vmap_over_students():
 
 
 def test_quadrature_rejects_more_than_three_dimensions():
-    wide = torch.ones(1, 4, dtype=torch.float64)
-    assert TeacherTask(wide, "relu").loss(-wide) == pytest.approx(2)
+    neurons = torch.ones(1, 4, dtype=torch.float64)
+    assert TeacherTask(neurons, "relu").loss(-neurons) == pytest.approx(2)
     with pytest.raises(InputError, match="neurons have 4 dimensions, but the quadrature for tanh covers 3 at most"):
-        TeacherTask(wide, "tanh").loss(-wide)
+        TeacherTask(neurons, "tanh").loss(-neurons)
 
 
 @pytest.mark.parametrize(("activation", "w"), [("tanh", 0.5), ("tanh", 1.5), ("sigmoid", 1.5), ("sigmoid", 3.0)])

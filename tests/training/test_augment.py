@@ -11,15 +11,16 @@ from metabridge import InputError
 from metabridge.episodes import Episodes
 from metabridge.training import Augment
 
-ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)  # in the order of Augment's kinds
-LEVEL = 1 / 255
+# Pillow's classes for the changes 0, 1 and 2 of Augment.
+ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
+LEVEL = 1 / 255  # difference of adjacent 8-bit levels
 
 
 def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def picture(channels: int, size: int = 24) -> torch.Tensor:
+def random_image(channels: int, size: int = 24) -> torch.Tensor:
     """Return a high-contrast image of 8-bit levels, (channels, size, size)."""
     levels = torch.randint(256, (channels, size // 4, size // 4), generator=seeded(3))
     return levels.repeat_interleave(4, 1).repeat_interleave(4, 2) / 255
@@ -37,35 +38,36 @@ def from_pillow(image: Image.Image) -> torch.Tensor:
 
 @pytest.fixture
 def jittered(monkeypatch):
-    """Color one image with chosen factors of brightness, contrast and saturation, in a chosen order."""
+    """Return a function that changes an image by factors of brightness, contrast and saturation, in a given order."""
 
-    def call(image: torch.Tensor, order: tuple[int, ...], factors: tuple[float, ...]) -> torch.Tensor:
+    def jitter(image: torch.Tensor, order: tuple[int, ...], factors: tuple[float, ...]) -> torch.Tensor:
         draws = torch.zeros(2, 3, 1, 1, 1, 1)
-        for position, kind in enumerate(order):
-            draws[0, kind] = position / 3
-            draws[1, position] = factors[kind] / 2  # of a jitter of 1, whose factors go from 0 to 2
+        for position, change in enumerate(order):
+            draws[0, change] = position / 3
+            draws[1, position] = factors[change] / 2  # with jitter 1, factors are from 0 to 2
         with monkeypatch.context() as patch:
             patch.setattr(torch, "rand", lambda *shape, **_: draws)
             return Augment(padding=0, jitter=1.0, flip=False)(image[None], seeded())[0]
 
-    return call
+    return jitter
 
 
 def enhanced(image: torch.Tensor, order: tuple[int, ...], factors: tuple[float, ...]) -> torch.Tensor:
+    """Return the image that Pillow computes for the same changes."""
     changed = as_pillow(image)
-    for kind in order:
-        changed = ENHANCERS[kind](changed).enhance(factors[kind])
+    for change in order:
+        changed = ENHANCERS[change](changed).enhance(factors[change])
     return from_pillow(changed)
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("factor", [0.0, 0.6, 1.0, 1.4])
-@pytest.mark.parametrize("kind", range(3), ids=["brightness", "contrast", "saturation"])
-def test_each_color_change_equals_pillows_up_to_rounding(jittered, kind, factor, channels):
-    image, factors = picture(channels), tuple(factor if each == kind else 1.0 for each in range(3))
+@pytest.mark.parametrize("change", range(3), ids=["brightness", "contrast", "saturation"])
+def test_each_color_change_equals_pillows_up_to_rounding(jittered, change, factor, channels):
+    image, factors = random_image(channels), tuple(factor if index == change else 1.0 for index in range(3))
     changed = jittered(image, (0, 1, 2), factors)
-    assert (changed - enhanced(image, (kind,), factors)).abs().max() < 1.8 * LEVEL
-    if factor != 1 and (channels, kind) != (1, 2):  # a gray image has no saturation
+    assert (changed - enhanced(image, (change,), factors)).abs().max() < 1.8 * LEVEL
+    if factor != 1 and (channels, change) != (1, 2):  # a gray image has no saturation
         assert (changed - image).abs().max() > 20 * LEVEL
 
 
@@ -74,24 +76,24 @@ ORDERS = list(itertools.permutations(range(3)))
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_color_changes_in_any_order_equal_pillows_in_that_order(jittered, order):
-    image, factors = picture(3), (1.8, 1.8, 2.0)
+    image, factors = random_image(3), (1.8, 1.8, 2.0)
     changed = jittered(image, order, factors)
-    gaps = {other: (changed - enhanced(image, other, factors)).abs() for other in ORDERS}
-    assert gaps[order].max() < 8 * LEVEL  # three roundings, each magnified by what follows
-    assert all(gap.max() > 40 * LEVEL for other, gap in gaps.items() if other != order)
+    differences = {other: (changed - enhanced(image, other, factors)).abs() for other in ORDERS}
+    assert differences[order].max() < 8 * LEVEL  # each of three rounding errors is magnified by the changes after it
+    assert all(difference.max() > 40 * LEVEL for other, difference in differences.items() if other != order)
 
 
 def test_factors_are_uniform_and_independent_for_each_image():
-    """On a flat gray image only brightness shows, and its factor is the ratio of output to input."""
-    flat = torch.full((4000, 3, 2, 2), 0.5)
-    factors = Augment(padding=0, jitter=0.4, flip=False)(flat, seeded())[:, 0, 0, 0] / 0.5
-    shares = torch.histc(factors, bins=8, min=0.6, max=1.4) / 4000
-    assert (shares - 1 / 8).abs().max() < 5 * (7 / 64 / 4000) ** 0.5
-    assert shares.sum() == 1
+    """A uniform gray image is changed only by brightness, whose factor is the ratio of output to input."""
+    gray_images = torch.full((4000, 3, 2, 2), 0.5)
+    factors = Augment(padding=0, jitter=0.4, flip=False)(gray_images, seeded())[:, 0, 0, 0] / 0.5
+    frequencies = torch.histc(factors, bins=8, min=0.6, max=1.4) / 4000
+    assert (frequencies - 1 / 8).abs().max() < 5 * (7 / 64 / 4000) ** 0.5
+    assert frequencies.sum() == 1
 
 
-def windows(image: torch.Tensor, padding: int) -> torch.Tensor:
-    """Return all windows of the zero-padded image, as large as the image, (offsets, channels, height, width)."""
+def all_crops(image: torch.Tensor, padding: int) -> torch.Tensor:
+    """Return all crops of the zero-padded image that have its size, (offsets, channels, height, width)."""
     height, width = image.shape[1:]
     padded = torch.zeros(len(image), height + 2 * padding, width + 2 * padding)
     padded[:, padding : padding + height, padding : padding + width] = image
@@ -101,20 +103,20 @@ def windows(image: torch.Tensor, padding: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("flip", [False, True])
 @pytest.mark.parametrize("channels", [1, 3])
-def test_every_crop_is_a_window_of_the_padded_image_and_all_are_equally_likely(channels, flip):
+def test_all_crops_of_the_padded_image_are_equally_likely(channels, flip):
     image = 0.1 + 0.9 * torch.rand(channels, 5, 6, generator=seeded())
-    possible = windows(image, padding=2)
+    possible_crops = all_crops(image, padding=2)
     if flip:
-        possible = torch.cat([possible, possible.flip(-1)])
+        possible_crops = torch.cat([possible_crops, possible_crops.flip(-1)])
     crops = Augment(padding=2, jitter=0, flip=flip)(image.expand(5000, -1, -1, -1), seeded(1))
-    equal = (crops[:, None] == possible).flatten(2).all(-1)
+    equal = (crops[:, None] == possible_crops).flatten(2).all(-1)
     assert (equal.sum(1) == 1).all()
-    expected = 5000 / len(possible)
+    expected = 5000 / len(possible_crops)
     chi_square = ((equal.sum(0) - expected) ** 2 / expected).sum()
-    assert chi_square < len(possible) + 5 * (2 * len(possible)) ** 0.5
+    assert chi_square < len(possible_crops) + 5 * (2 * len(possible_crops)) ** 0.5
 
 
-def test_half_of_the_images_are_mirrored_exactly():
+def test_images_are_mirrored_with_probability_one_half():
     images = torch.rand(2000, 3, 4, 5, generator=seeded())
     changed = Augment(padding=0, jitter=0)(images, seeded(1))
     mirrored = (changed == images.flip(-1)).flatten(1).all(1)
@@ -125,13 +127,14 @@ def test_half_of_the_images_are_mirrored_exactly():
 def rectangles(augment: Augment, count: int) -> tuple[torch.Tensor, ...]:
     """Return signed width, height and center of the crops of `count` images, in coordinates from −1 to 1."""
     size, low, high = 64, 20, 43
-    ramp = (torch.arange(size) * 2 + 1) / size - 1
-    image = torch.stack([ramp.expand(size, size), ramp[:, None].expand(size, size)])
+    coordinates = (torch.arange(size) * 2 + 1) / size - 1
+    # the two channels of the image are the coordinates of its pixels
+    image = torch.stack([coordinates.expand(size, size), coordinates[:, None].expand(size, size)])
     crops = augment(image.expand(count, -1, -1, -1), seeded())
-    across, along = crops[:, 0, size // 2], crops[:, 1, :, size // 2]
-    reach = ramp[high] - ramp[low]
-    sides = [(line[:, high] - line[:, low]) / reach for line in (across, along)]
-    return *sides, (across[:, high] + across[:, low]) / 2, (along[:, high] + along[:, low]) / 2
+    row_x, column_y = crops[:, 0, size // 2], crops[:, 1, :, size // 2]
+    distance = coordinates[high] - coordinates[low]
+    width, height = ((line[:, high] - line[:, low]) / distance for line in (row_x, column_y))
+    return width, height, (row_x[:, high] + row_x[:, low]) / 2, (column_y[:, high] + column_y[:, low]) / 2
 
 
 @pytest.mark.parametrize("scale", [(0.3, 1.0), (0.9, 1.0), (0.5, 0.6)])
@@ -144,13 +147,13 @@ def test_random_rectangles_have_areas_in_the_range_and_lie_inside_the_image(scal
     ratio = width.abs() / height
     assert 3 / 4 - 1e-3 < ratio.min() < ratio.max() < 4 / 3 + 1e-3
     assert float((width < 0).float().mean()) == pytest.approx(0.5, abs=0.05)
-    for side, center in ((width.abs(), x), (height, y)):
-        assert (center.abs() <= 1 - side + 1e-4).all()
-        room = side < 0.999
-        places = center[room] / (1 - side[room])
-        assert places.min() < -0.95
-        assert places.max() > 0.95
-        assert float(places.mean()) == pytest.approx(0, abs=0.06)
+    for length, center in ((width.abs(), x), (height, y)):
+        assert (center.abs() <= 1 - length + 1e-4).all()
+        can_move = length < 0.999
+        positions = center[can_move] / (1 - length[can_move])  # from −1 to 1
+        assert positions.min() < -0.95
+        assert positions.max() > 0.95
+        assert float(positions.mean()) == pytest.approx(0, abs=0.06)
 
 
 @pytest.mark.parametrize("width", [9, 12])
@@ -167,9 +170,9 @@ VARIANTS = [Augment(), Augment(padding=0), Augment(jitter=0), Augment(flip=False
 @pytest.mark.parametrize("augment", VARIANTS)
 def test_the_generator_state_determines_the_images(augment, channels):
     images = torch.rand(6, channels, 12, 12, generator=seeded())
-    first, again, other = (augment(images, seeded(seed)) for seed in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+    first, same_seed, other_seed = (augment(images, seeded(seed)) for seed in (1, 1, 2))
+    assert torch.equal(first, same_seed)
+    assert not torch.equal(first, other_seed)
     assert first.shape == images.shape
     assert 0 <= first.min() < first.max() <= 1
 
@@ -185,14 +188,14 @@ def test_support_and_query_images_change_independently_and_keep_their_labels():
     y = torch.arange(4).expand(2, 4)
     episodes = Episodes(x, y, x.clone(), y.clone(), classes=torch.arange(8).view(2, 4))
     changed = Augment(padding=2).episodes(episodes, seeded())
-    every = torch.cat([changed.support_x, changed.query_x]).flatten(0, 1)
-    assert len(every.unique(dim=0)) == 16
+    all_images = torch.cat([changed.support_x, changed.query_x]).flatten(0, 1)
+    assert len(all_images.unique(dim=0)) == 16
     assert torch.equal(changed.support_y, y)
     assert torch.equal(changed.query_y, y)
     assert torch.equal(changed.classes, episodes.classes)
 
 
-def test_tasks_without_a_split_stay_without_a_split():
+def test_changed_tasks_without_a_query_set_have_no_query_set():
     x, y = torch.rand(2, 4, 3, 8, 8, generator=seeded()), torch.arange(4).expand(2, 4)
     changed = Augment(padding=2).episodes(Episodes(x, y, x, y), seeded())
     assert not changed.is_split
@@ -201,14 +204,17 @@ def test_tasks_without_a_split_stay_without_a_split():
 
 @pytest.mark.parametrize("scale", [None, (1.0, 1.0)])
 def test_images_are_small_for_the_first_fraction_of_training_and_then_of_full_size(scale):
-    growing = Augment(padding=0, jitter=0, flip=False, scale=scale, growth=(6, 0.5))
+    augment = Augment(padding=0, jitter=0, flip=False, scale=scale, growth=(6, 0.5))
     ramp = torch.linspace(0, 1, 12).expand(2, 3, 1, 12, 12).contiguous()
     episodes = Episodes(ramp, torch.zeros(2, 3, dtype=torch.int64), ramp.clone(), torch.zeros(2, 3, dtype=torch.int64))
-    sizes = {done: growing.episodes(episodes, seeded(), done).query_x.shape[-2:] for done in (0.0, 0.49, 0.5, 1.0)}
+    sizes = {
+        progress: augment.episodes(episodes, seeded(), progress).query_x.shape[-2:]
+        for progress in (0.0, 0.49, 0.5, 1.0)
+    }
     assert sizes == {0.0: (6, 6), 0.49: (6, 6), 0.5: (12, 12), 1.0: (12, 12)}
-    small = growing.episodes(episodes, seeded(), 0.0).support_x[0, 0, 0]
-    between = ramp[0, 0, 0, 0].view(6, 2).mean(1)  # a pixel of the small image lies between two of the large one
-    assert torch.allclose(small[:, 1:-1], between[1:-1].expand(6, 4), atol=0.01)
+    small = augment.episodes(episodes, seeded(), 0.0).support_x[0, 0, 0]
+    means = ramp[0, 0, 0, 0].view(6, 2).mean(1)  # a pixel of the small image is the mean of pixels of the large one
+    assert torch.allclose(small[:, 1:-1], means[1:-1].expand(6, 4), atol=0.01)
 
 
 def test_the_default_padding_depends_on_the_image_size():

@@ -33,26 +33,26 @@ CONFIGS = (TrainingConfig, ImageTrainingConfig)
 
 
 def test_every_option_is_an_option_of_train_with_its_help_text(metabridge):
-    status, printed, _ = metabridge("train", "--help")
+    status, stdout, _ = metabridge("train", "--help")
     assert status == 0
-    text = " ".join(printed.replace("│", " ").split())
+    text = " ".join(stdout.replace("│", " ").split())
     fields = options_of(ImageTrainingConfig)
     flags = {name: flag_name(field) for name, field in fields.items()}
     del fields["soft_targets"]
     for field in [*fields.values(), *options_of(SoftTargets).values()]:
         for flag in field.metadata["flags"] or [flag_name(field)]:
             assert f" {flag} " in text
-        help_shown = re.sub(r"`(\w+)`", lambda match: flags.get(match[1], match[0]), field.metadata["help"])
-        assert help_shown.replace("`", "") in text
+        expected_help = re.sub(r"`(\w+)`", lambda match: flags.get(match[1], match[0]), field.metadata["help"])
+        assert expected_help.replace("`", "") in text
 
 
 def test_an_option_whose_type_the_command_line_cannot_read_raises_an_error(monkeypatch):
     @dataclass(frozen=True, kw_only=True)
     class Extended(ImageTrainingConfig):
-        window: tuple[int, int] = option((1, 2), help="A window.")
+        crop_size: tuple[int, int] = option((1, 2), help="Height and width.")
 
     monkeypatch.setattr("metabridge.cli.config_options.ImageTrainingConfig", Extended)
-    with pytest.raises(TypeError, match=r"window has the type tuple\[int, int\], which is not in OPTION_TYPES"):
+    with pytest.raises(TypeError, match=r"crop_size has the type tuple\[int, int\], which is not in OPTION_TYPES"):
         with_config_options(lambda data="glyphs", **config: None)
 
 
@@ -94,11 +94,11 @@ def test_a_command_receives_only_the_options_on_the_command_line():
     def command(data: str = "glyphs", **config: object) -> None:
         received.update(data=data, **config)
 
-    run = with_config_options(command)
-    names = list(inspect.signature(run).parameters)
+    wrapped_command = with_config_options(command)
+    names = list(inspect.signature(wrapped_command).parameters)
     assert names[:3] == ["data", "method", "method_options"]
     passed = {"data": "folder", "lr": 0.1, "schedule": "cosine", "method_options": ["steps=3"], "mixup": 0.2}
-    run(**dict.fromkeys(names) | passed)
+    wrapped_command(**dict.fromkeys(names) | passed)
     assert received == {
         "data": "folder",
         "lr": 0.1,
@@ -114,7 +114,7 @@ def test_options_of_fit_take_precedence_over_its_configuration(tmp_path):
     assert [run.settings["training"][name] for name in ("iterations", "lr", "seed")] == [2, 0.1, 3]
 
 
-def test_an_argument_that_fit_does_not_have_is_named():
+def test_an_unknown_argument_of_fit_raises_an_error_with_its_name():
     with pytest.raises(TypeError, match=r"fit\(\) got an unexpected keyword argument 'tasks'"):
         fit(mlp(1, 1), method("maml"), Sinusoid(), tasks=3)
 
@@ -141,7 +141,7 @@ def test_an_invalid_option_raises_an_error_with_its_name_its_value_and_a_valid_v
 
 
 def test_every_optimizer_name_has_an_optimizer():
-    assert options_of(TrainingConfig)["optimizer"].metadata["check"].words == tuple(OPTIMIZERS)
+    assert options_of(TrainingConfig)["optimizer"].metadata["check"].names == tuple(OPTIMIZERS)
 
 
 def test_method_defaults_are_for_existing_methods():
@@ -150,11 +150,11 @@ def test_method_defaults_are_for_existing_methods():
     assert default_config("maml") == ImageTrainingConfig("maml", schedule=Cosine())
 
 
-def test_former_names_are_replaced_and_current_names_kept():
+def test_former_names_are_replaced_and_current_names_are_kept():
     former = {"batch": 2, "average": None, "turns": True, "lr": 0.1}
     assert replace_former_names(former) == {"batch_size": 2, "ema_decay": None, "rotated_classes": True, "lr": 0.1}
-    today = ImageTrainingConfig("mtl").as_dict()
-    assert replace_former_names(today) == today
+    current = ImageTrainingConfig("mtl").as_dict()
+    assert replace_former_names(current) == current
 
 
 def test_training_options_can_be_extracted_from_an_image_training_config():

@@ -17,11 +17,11 @@ from metabridge.training.evaluation import FeatureTable, _sample_in_blocks, pred
 
 def test_the_interval_covers_the_true_mean_in_95_percent_of_the_cases():
     generator = torch.Generator().manual_seed(0)
-    covered = [
+    in_interval = [
         abs(score.mean - 0.3) < score.ci95
         for score in (Score.of((torch.rand(200, generator=generator) < 0.3).double()) for _ in range(1000))
     ]
-    assert sum(covered) / 1000 == pytest.approx(0.95, abs=0.025)
+    assert sum(in_interval) / 1000 == pytest.approx(0.95, abs=0.025)
 
 
 @pytest.mark.parametrize("tasks", [2, 5, 10])
@@ -34,52 +34,53 @@ def test_the_interval_of_few_tasks_also_has_95_percent_coverage(tasks):
 
 @pytest.mark.parametrize("name", ["maml", "rfs"])
 def test_images_with_another_number_of_channels_raise_an_error(test_tasks, name):
-    chosen, net = method(name), conv4(3, 28)
-    model = Model(chosen, net, parameters(chosen, net, classes=5))
+    learner, net = method(name), conv4(3, 28)
+    model = Model(learner, net, parameters(learner, net, classes=5))
     with pytest.raises(InputError, match=r"Inputs have shape \(1, 28, 28\), but the network was built with channels=3"):
         evaluate(model, test_tasks, tasks=2)
 
 
 def test_the_same_seed_evaluates_every_model_on_the_same_tasks():
-    chosen, net = method("maml"), mlp(1, 1)
-    model = Model(chosen, net, parameters(chosen, net))
-    first, again = (evaluate(model, Sinusoid(), tasks=20, seed=3) for _ in range(2))
-    assert torch.equal(first.values, again.values)
+    learner, net = method("maml"), mlp(1, 1)
+    model = Model(learner, net, parameters(learner, net))
+    first, second = (evaluate(model, Sinusoid(), tasks=20, seed=3) for _ in range(2))
+    assert torch.equal(first.values, second.values)
     assert not torch.equal(first.values, evaluate(model, Sinusoid(), tasks=20, seed=4).values)
 
 
 def test_every_task_is_scored_separately():
-    chosen, net = method("anil"), mlp(1, 1)
-    model = Model(chosen, net, parameters(chosen, net))
+    learner, net = method("anil"), mlp(1, 1)
+    model = Model(learner, net, parameters(learner, net))
 
-    class Fixed:
+    class FixedTasks:
         outputs = 1
 
         def __init__(self):
-            self.all, self.next = Sinusoid().sample(40, torch.Generator().manual_seed(0)), 0
+            self.tasks, self.sampled = Sinusoid().sample(40, torch.Generator().manual_seed(0)), 0
 
         def sample(self, tasks, generator):
-            self.next += tasks
-            return self.all[self.next - tasks : self.next]
+            self.sampled += tasks
+            return self.tasks[self.sampled - tasks : self.sampled]
 
-    scores = evaluate(model, Fixed(), tasks=40).values
+    scores = evaluate(model, FixedTasks(), tasks=40).values
     for task in (0, 17, 39):  # of the first, second and third batch
-        alone = score_tasks(model.predict(Fixed().all[task]), Fixed().all[task])
-        assert float(scores[task]) == pytest.approx(float(alone), rel=1e-5)
+        episodes = FixedTasks().tasks[task]
+        score = score_tasks(model.predict(episodes), episodes)
+        assert float(scores[task]) == pytest.approx(float(score), rel=1e-5)
 
 
-def inductive(glyphs, name: str, **options) -> Model:
-    """A model whose features depend on neither the task nor the other images."""
-    chosen, net = method(name, **options), conv4(1, 28, statistics="running")
+def model_with_fixed_features(glyphs, name: str, **options) -> Model:
+    """Return a model whose features depend on neither the task nor the other images."""
+    learner, net = method(name, **options), conv4(1, 28, statistics="running")
     images = glyphs.float_images(torch.arange(0, len(glyphs.labels), 97))
     estimate_statistics(net.features, [images])
-    return Model(chosen, net, parameters(chosen, net, classes=glyphs.tasks("train").classes))
+    return Model(learner, net, parameters(learner, net, classes=glyphs.tasks("train").classes))
 
 
-def concatenated(predicted) -> tuple[torch.Tensor, ...]:
-    """The outputs, labels and classes of all tasks, concatenated."""
-    parts = [(outputs, episodes.query_y, episodes.classes) for outputs, episodes in predicted]
-    return tuple(torch.cat(column) for column in zip(*parts))
+def concatenated(batches) -> tuple[torch.Tensor, ...]:
+    """Return the outputs, labels and classes of all batches of `predictions`, concatenated."""
+    tensors = [(outputs, episodes.query_y, episodes.classes) for outputs, episodes in batches]
+    return tuple(torch.cat(column) for column in zip(*tensors))
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +90,7 @@ def test_tasks(glyphs):
 
 @pytest.mark.parametrize("name", ["mtl", "r2d2", "metaoptnet", "anil"])
 def test_features_computed_once_give_the_same_predictions_as_for_single_tasks(glyphs, test_tasks, name):
-    model = inductive(glyphs, name)
+    model = model_with_fixed_features(glyphs, name)
     outputs, labels, classes = concatenated(predictions(model, test_tasks, tasks=20, seed=3))
     generator = torch.Generator().manual_seed(3)
     for first, count in ((0, 16), (16, 4)):
@@ -102,51 +103,51 @@ def test_features_computed_once_give_the_same_predictions_as_for_single_tasks(gl
 
 def test_models_with_and_without_fixed_features_are_evaluated_on_the_same_tasks(glyphs, test_tasks):
     """One model computes features once and solves heads in large batches; the other adapts all layers in small ones."""
-    chosen, net = method("maml", steps=1), conv4(1, 28)
-    direct = Model(chosen, net, parameters(chosen, net))
-    one, other = (
-        concatenated(predictions(model, test_tasks, tasks=35)) for model in (inductive(glyphs, "mtl"), direct)
+    learner, net = method("maml", steps=1), conv4(1, 28)
+    maml_model = Model(learner, net, parameters(learner, net))
+    (_, *mtl_tasks), (_, *maml_tasks) = (
+        concatenated(predictions(model, test_tasks, tasks=35))
+        for model in (model_with_fixed_features(glyphs, "mtl"), maml_model)
     )
-    assert torch.equal(one[1], other[1])
-    assert torch.equal(one[2], other[2])
+    assert all(map(torch.equal, mtl_tasks, maml_tasks))
 
 
 def test_tasks_do_not_depend_on_the_batch_size(test_tasks):
-    """A GPU samples several blocks at once."""
+    """On a GPU, a batch consists of several blocks."""
     for environment in (test_tasks, Sinusoid()):
-        together = _sample_in_blocks(environment, 40, torch.Generator().manual_seed(0), torch.device("cpu"))
+        batch = _sample_in_blocks(environment, 40, torch.Generator().manual_seed(0), torch.device("cpu"))
         generator = torch.Generator().manual_seed(0)
-        apart = [environment.sample(count, generator) for count in (16, 16, 8)]
-        for index, tensor in enumerate(together.tensors()):
-            assert torch.equal(tensor, torch.cat([block.tensors()[index] for block in apart]))
+        blocks = [environment.sample(count, generator) for count in (16, 16, 8)]
+        for index, tensor in enumerate(batch.tensors()):
+            assert torch.equal(tensor, torch.cat([block.tensors()[index] for block in blocks]))
 
 
 @pytest.mark.parametrize("name", ["mtl", "r2d2"])
 def test_an_unchanged_copy_duplicates_every_support_image(glyphs, test_tasks, name):
-    model = inductive(glyphs, name)
-    same = Augment(padding=0, jitter=0, flip=False)
+    model = model_with_fixed_features(glyphs, name)
+    no_change = Augment(padding=0, jitter=0, flip=False)
     outputs, _, _ = concatenated(
-        predictions(model, test_tasks, tasks=12, seed=1, augmentation=TestTimeAugmentation(1, augment=same))
+        predictions(model, test_tasks, tasks=12, seed=1, augmentation=TestTimeAugmentation(1, augment=no_change))
     )
     episodes = test_tasks.sample(12, torch.Generator().manual_seed(1))
-    doubled = type(episodes)(
+    with_duplicates = type(episodes)(
         episodes.support_x.repeat(1, 2, 1, 1, 1),
         episodes.support_y.repeat(1, 2),
         episodes.query_x,
         episodes.query_y,
         episodes.classes,
     )
-    expected = model.predict(doubled)
+    expected = model.predict(with_duplicates)
     assert torch.allclose(outputs, expected, atol=2e-4)
     assert not torch.allclose(expected, model.predict(episodes), atol=1e-2)
 
 
 def test_copies_are_changed_support_images_with_the_same_labels_and_queries_do_not_change(glyphs, test_tasks):
-    model = inductive(glyphs, "mtl")
+    model = model_with_fixed_features(glyphs, "mtl")
     augment = Augment(padding=3)
-    table = FeatureTable.of(model, test_tasks, TestTimeAugmentation(2, augment=augment), seed=5)
-    tables = (FeatureTable.of(model, test_tasks), table)
-    original, copied = (each.episodes(test_tasks, 3, torch.Generator().manual_seed(0)) for each in tables)
+    table_with_copies = FeatureTable.of(model, test_tasks, TestTimeAugmentation(2, augment=augment), seed=5)
+    tables = (FeatureTable.of(model, test_tasks), table_with_copies)
+    original, copied = (table.episodes(test_tasks, 3, torch.Generator().manual_seed(0)) for table in tables)
     assert torch.equal(original.query_x, copied.query_x)
     assert copied.support_y.tolist() == original.support_y.repeat(1, 3).tolist()
     unchanged, first, second = copied.support_x.chunk(3, dim=1)
@@ -154,13 +155,16 @@ def test_copies_are_changed_support_images_with_the_same_labels_and_queries_do_n
     assert not torch.allclose(unchanged, first, atol=1e-3)
     assert not torch.allclose(first, second, atol=1e-3)
     generator = torch.Generator().manual_seed(5)
-    rows = test_tasks.image_indices[:64]
-    expected = model.features(augment(glyphs.float_images(rows), generator))
-    assert torch.allclose(table.features[1, table.positions[rows]], expected, atol=1e-4)
+    image_indices = test_tasks.image_indices[:64]
+    expected = model.features(augment(glyphs.float_images(image_indices), generator))
+    positions = table_with_copies.positions[image_indices]
+    assert torch.allclose(table_with_copies.features[1, positions], expected, atol=1e-4)
 
 
 def test_a_feature_table_scores_another_head_on_the_tasks_of_evaluate(glyphs, test_tasks):
-    logistic, ridge = (inductive(glyphs, "mtl", test_solver=create_head(name)) for name in ("logistic", "ridge"))
+    logistic, ridge = (
+        model_with_fixed_features(glyphs, "mtl", test_solver=create_head(name)) for name in ("logistic", "ridge")
+    )
     scores = FeatureTable.of(logistic, test_tasks).evaluate([logistic, ridge], test_tasks, tasks=520, seed=2)
     for model, score in zip((logistic, ridge), scores):
         assert torch.equal(score.values, evaluate(model, test_tasks, tasks=520, seed=2).values)
@@ -168,12 +172,12 @@ def test_a_feature_table_scores_another_head_on_the_tasks_of_evaluate(glyphs, te
 
 
 def test_mirrored_features_are_the_mean_over_an_image_and_its_mirror_image(glyphs, test_tasks):
-    model = inductive(glyphs, "mtl")
+    model = model_with_fixed_features(glyphs, "mtl")
     table = FeatureTable.of(model, test_tasks, TestTimeAugmentation(mirrored=True))
-    rows = test_tasks.image_indices[100:130]
-    images = glyphs.float_images(rows)
+    image_indices = test_tasks.image_indices[100:130]
+    images = glyphs.float_images(image_indices)
     mean = (model.features(images) + model.features(images.flip(-1))) / 2
-    assert torch.allclose(table.features[0, table.positions[rows]], mean, atol=1e-4)
+    assert torch.allclose(table.features[0, table.positions[image_indices]], mean, atol=1e-4)
     episodes = table.episodes(test_tasks, 16, torch.Generator().manual_seed(2))
     expected = score_tasks(predict_from_features(model.method, model.params, episodes), episodes)
     assert torch.equal(
@@ -182,23 +186,23 @@ def test_mirrored_features_are_the_mean_over_an_image_and_its_mirror_image(glyph
 
 
 def test_rotated_features_are_the_concatenation_over_four_quarter_turns(glyphs, test_tasks):
-    model = inductive(glyphs, "mtl")
+    model = model_with_fixed_features(glyphs, "mtl")
     table = FeatureTable.of(model, test_tasks, TestTimeAugmentation(rotated=True))
-    rows = test_tasks.image_indices[5:20]
-    images = glyphs.float_images(rows)
-    quarter = images.transpose(-2, -1).flip(-2)
-    turns = [images, quarter, images.flip(-2, -1), quarter.flip(-2, -1)]
-    expected = torch.cat([model.features(turn) for turn in turns], -1)
-    assert torch.allclose(table.features[0, table.positions[rows]], expected, atol=1e-4)
+    image_indices = test_tasks.image_indices[5:20]
+    images = glyphs.float_images(image_indices)
+    rotated_90 = images.transpose(-2, -1).flip(-2)
+    rotations = [images, rotated_90, images.flip(-2, -1), rotated_90.flip(-2, -1)]
+    expected = torch.cat([model.features(rotation) for rotation in rotations], -1)
+    assert torch.allclose(table.features[0, table.positions[image_indices]], expected, atol=1e-4)
 
 
 def test_cropped_features_are_the_mean_over_the_image_and_five_crops(glyphs, test_tasks):
-    model = inductive(glyphs, "mtl")
+    model = model_with_fixed_features(glyphs, "mtl")
     images = glyphs.float_images(test_tasks.image_indices[:6])
     corners = [images[:, :, :21, :21], images[:, :, :21, 7:], images[:, :, 7:, :21], images[:, :, 7:, 7:]]
-    parts = [*corners, images[:, :, 3:24, 3:24]]
-    stretched = [torch.nn.functional.interpolate(part, size=28, mode="bilinear") for part in parts]
-    expected = torch.stack([model.features(part) for part in (images, *stretched)]).mean(0)
+    crops = [*corners, images[:, :, 3:24, 3:24]]
+    resized = [torch.nn.functional.interpolate(crop, size=28, mode="bilinear") for crop in crops]
+    expected = torch.stack([model.features(view) for view in (images, *resized)]).mean(0)
     assert torch.allclose(TestTimeAugmentation(cropped=True).features(model, images), expected, atol=1e-5)
     assert not torch.allclose(expected, model.features(images), atol=1e-2)
 
@@ -209,29 +213,29 @@ def test_a_negative_number_of_copies_raises_an_error():
 
 
 def test_copies_need_features_that_do_not_depend_on_the_task(glyphs, test_tasks):
-    chosen, net = method("maml"), conv4(1, 28)
+    learner, net = method("maml"), conv4(1, 28)
     for augmentation in (
         TestTimeAugmentation(copies=2),
         TestTimeAugmentation(mirrored=True),
         TestTimeAugmentation(rotated=True),
     ):
         with pytest.raises(InputError, match="but this model's features depend on the task"):
-            evaluate(Model(chosen, net, parameters(chosen, net)), test_tasks, tasks=2, augmentation=augmentation)
+            evaluate(Model(learner, net, parameters(learner, net)), test_tasks, tasks=2, augmentation=augmentation)
 
 
 def test_the_difference_of_scores_is_paired_by_task():
-    one, other = torch.tensor([0.2, 0.9, 0.5, 0.6]), torch.tensor([0.1, 0.9, 0.2, 0.6])
-    gap = Score.of(one).minus(Score.of(other))
-    assert torch.allclose(gap.values.float(), one - other)
-    assert gap.mean == pytest.approx(0.1)
-    assert gap.ci95 == pytest.approx(stats.t.ppf(0.975, 3) * float((one - other).std()) / 2, rel=1e-5)
-    assert gap.ci95 < Score.of(one).ci95
+    first, second = torch.tensor([0.2, 0.9, 0.5, 0.6]), torch.tensor([0.1, 0.9, 0.2, 0.6])
+    difference = Score.of(first).minus(Score.of(second))
+    assert torch.allclose(difference.values.float(), first - second)
+    assert difference.mean == pytest.approx(0.1)
+    assert difference.ci95 == pytest.approx(stats.t.ppf(0.975, 3) * float((first - second).std()) / 2, rel=1e-5)
+    assert difference.ci95 < Score.of(first).ci95
     with pytest.raises(InputError, match="the scores are means over 4 and 3 tasks"):
-        Score.of(one).minus(Score.of(other[:3]))
+        Score.of(first).minus(Score.of(second[:3]))
 
 
 def test_evaluation_does_not_change_the_mode_of_the_network(glyphs, test_tasks):
-    model = inductive(glyphs, "mtl")
+    model = model_with_fixed_features(glyphs, "mtl")
     for training in (True, False):
         model.net.train(training)
         evaluate(model, test_tasks, tasks=2)
@@ -256,18 +260,19 @@ class FixedOutputs:
     device = torch.device("cpu")
 
     def __init__(self, outputs: torch.Tensor):
-        self.outputs, self.next = outputs, 0
+        self.outputs, self.predicted_tasks = outputs, 0
 
     def predict(self, episodes: Episodes) -> torch.Tensor:
-        self.next += len(episodes)
-        return self.outputs[self.next - len(episodes) : self.next]
+        self.predicted_tasks += len(episodes)
+        return self.outputs[self.predicted_tasks - len(episodes) : self.predicted_tasks]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_tasks_on_which_adaptation_diverged_count_as_wrong_and_are_counted(test_tasks, bad):
-    labels = torch.cat([test_tasks.sample(n, g).query_y for g in [torch.Generator().manual_seed(0)] for n in (16, 4)])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_tasks_on_which_adaptation_diverged_count_as_wrong_and_are_counted(test_tasks, value):
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.cat([test_tasks.sample(count, generator).query_y for count in (16, 4)])
     outputs = torch.nn.functional.one_hot(labels, 5).float()
-    outputs[[2, 17]] = bad
+    outputs[[2, 17]] = value
     score = evaluate(FixedOutputs(outputs), test_tasks, tasks=20)
     assert score.values.tolist() == [0.0 if task in (2, 17) else 1.0 for task in range(20)]
     assert score.diverged == 2
@@ -293,25 +298,25 @@ def test_the_squared_error_is_nan_if_adaptation_diverged_and_names_the_number_of
 def test_a_feature_table_also_counts_diverged_tasks(glyphs, test_tasks):
     features = torch.randn(1, len(glyphs.labels), 8, generator=torch.Generator().manual_seed(0))
     table, net = FeatureTable(features, torch.arange(len(glyphs.labels))), mlp(3, 5, width=8)
-    models = [Model(chosen, net, parameters(chosen, net)) for chosen in (method("anil"), method("anil", lr=3e38))]
-    finite, diverged = table.evaluate(models, test_tasks, tasks=20)
-    assert (finite.diverged, diverged.diverged) == (0, 20)
-    assert math.isnan(diverged.mean)
+    models = [Model(learner, net, parameters(learner, net)) for learner in (method("anil"), method("anil", lr=3e38))]
+    finite_score, diverged_score = table.evaluate(models, test_tasks, tasks=20)
+    assert (finite_score.diverged, diverged_score.diverged) == (0, 20)
+    assert math.isnan(diverged_score.mean)
 
 
 @pytest.mark.parametrize("name", ["maml", "anil"])
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_weights_that_are_not_finite_raise_an_error_with_their_name(name, bad):
-    chosen, net = method(name), mlp(1, 1)
-    params = parameters(chosen, net)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_raise_an_error_with_their_name(name, value):
+    learner, net = method(name), mlp(1, 1)
+    params = parameters(learner, net)
     params["head.weight"] = params["head.weight"].detach().clone()
-    params["head.weight"][0, 0] = bad
+    params["head.weight"][0, 0] = value
     with pytest.raises(InputError, match=r"the weight 'head\.weight' contains NaN or infinite values"):
-        evaluate(Model(chosen, net, params), Sinusoid(), tasks=2)
+        evaluate(Model(learner, net, params), Sinusoid(), tasks=2)
 
 
 def test_statistics_that_are_not_finite_raise_an_error_with_their_name(glyphs, test_tasks):
-    model = inductive(glyphs, "mtl")
+    model = model_with_fixed_features(glyphs, "mtl")
     name, buffer = next((name, value) for name, value in model.net.named_buffers() if name.endswith("mean"))
     buffer[0] = math.nan
     with pytest.raises(InputError, match=f"the weight '{name}' contains NaN"):
@@ -323,22 +328,22 @@ def test_prediction_does_not_change_the_mode_of_any_layer():
     net.features.append(torch.nn.Dropout(0.9))
     net.train()
     net.features[0].eval()
-    before = [layer.training for layer in net.modules()]
+    modes = [layer.training for layer in net.modules()]
     model = Model(method("anil"), net, parameters(method("anil"), net))
     task = Sinusoid().sample(2, torch.Generator().manual_seed(0))
-    first, again = (model.predict(task) for _ in range(2))
-    assert torch.equal(first, again)  # nothing is dropped
-    assert [layer.training for layer in net.modules()] == before
+    first, second = (model.predict(task) for _ in range(2))
+    assert torch.equal(first, second)  # dropout is inactive
+    assert [layer.training for layer in net.modules()] == modes
 
 
 def test_a_mask_with_infinite_values_is_not_a_diverged_weight():
     net = mlp(1, 1)
     net.features.register_buffer("mask", torch.full((2, 2), -math.inf))
-    chosen = method("anil")
-    assert evaluate(Model(chosen, net, parameters(chosen, net)), Sinusoid(), tasks=2).tasks == 2
+    learner = method("anil")
+    assert evaluate(Model(learner, net, parameters(learner, net)), Sinusoid(), tasks=2).tasks == 2
     net.features.mask[0, 0] = math.nan
     with pytest.raises(InputError, match=r"the weight 'features\.mask' contains NaN"):
-        evaluate(Model(chosen, net, parameters(chosen, net)), Sinusoid(), tasks=2)
+        evaluate(Model(learner, net, parameters(learner, net)), Sinusoid(), tasks=2)
 
 
 def test_the_first_model_with_the_best_validation_score_is_selected():

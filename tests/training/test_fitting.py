@@ -28,9 +28,9 @@ def tasks(glyphs):
 
 
 def test_training_on_sinusoids_beats_the_untrained_net():
-    chosen, net = method("maml", steps=3, lr=0.02), mlp(1, 1)
-    before = evaluate(Model(chosen, net, parameters(chosen, net)), Sinusoid(), tasks=100)
-    run = fit(net, chosen, Sinusoid(), iterations=150, batch_size=8, lr=5e-3, progress=False)
+    learner, net = method("maml", steps=3, lr=0.02), mlp(1, 1)
+    before = evaluate(Model(learner, net, parameters(learner, net)), Sinusoid(), tasks=100)
+    run = fit(net, learner, Sinusoid(), iterations=150, batch_size=8, lr=5e-3, progress=False)
     after = evaluate(run, Sinusoid(), tasks=100)
     assert after.metric == "squared error"
     assert after.beats(before)
@@ -42,24 +42,24 @@ def test_training_on_sinusoids_beats_the_untrained_net():
     [("anil", 60, 4, {"lr": 0.1}), ("r2d2", 40, 4, {}), ("rfs", 100, 1, {})],
 )
 def test_training_on_glyphs_beats_the_untrained_net(glyphs, tasks, name, iterations, batch, options):
-    chosen, net = method(name, **options), conv4(1, 28)
+    learner, net = method(name, **options), conv4(1, 28)
     train = glyphs.batches("train", size=128) if name == "rfs" else tasks["train"]
-    untrained = Model(chosen, net, parameters(chosen, net, classes=train.classes))
+    untrained = Model(learner, net, parameters(learner, net, classes=train.classes))
     before = evaluate(untrained, tasks["test"], tasks=100)
-    run = fit(net, chosen, train, iterations=iterations, batch_size=batch, lr=3e-3, progress=False)
+    run = fit(net, learner, train, iterations=iterations, batch_size=batch, lr=3e-3, progress=False)
     after = evaluate(run, tasks["test"], tasks=100)
     assert after.mean - after.ci95 > before.mean + before.ci95
 
 
 def test_a_schedule_is_accepted_by_name():
-    def weights(schedule):
+    def trained_weights(schedule):
         options = {"iterations": 3, "mode": "loop", "progress": False}
         return flattened(fit(mlp(1, 1), method("maml"), Sinusoid(), schedule=schedule, **options).params)
 
-    assert torch.equal(weights("cosine"), weights(Cosine()))
-    assert not torch.equal(weights("cosine"), weights("constant"))
+    assert torch.equal(trained_weights("cosine"), trained_weights(Cosine()))
+    assert not torch.equal(trained_weights("cosine"), trained_weights("constant"))
     with pytest.raises(InputError, match="schedule is 'linear', but must be one of constant, step, cosine, plateau"):
-        weights("linear")
+        trained_weights("linear")
 
 
 @pytest.mark.parametrize(
@@ -73,16 +73,16 @@ def test_a_schedule_is_accepted_by_name():
         (lambda images: fit(mlp(1, 1), method("maml"), Sinusoid(), validate=images), "validate is a LabeledImages"),
         (lambda images: fit(nn.Linear(1, 1), method("maml"), Sinusoid()), r"net is a Linear.*Network\.around\("),
         (lambda images: evaluate(mlp(1, 1), Sinusoid()), "model is a Network.*Pass the run that fit returns"),
-        (lambda images: evaluate(trained_model(), images), "environment is a LabeledImages"),
-        (lambda images: evaluate(trained_model(), 5), r"environment is an int.*such as Sinusoid\(\)"),
+        (lambda images: evaluate(untrained_model(), images), "environment is a LabeledImages"),
+        (lambda images: evaluate(untrained_model(), 5), r"environment is an int.*such as Sinusoid\(\)"),
     ],
 )
-def test_an_argument_of_another_type_is_rejected(glyphs, make, message):
+def test_an_argument_of_the_wrong_type_is_rejected(glyphs, make, message):
     with pytest.raises(InputError, match=message):
         make(glyphs)
 
 
-def trained_model():
+def untrained_model():
     maml, net = method("maml"), mlp(1, 1)
     return Model(maml, net, parameters(maml, net))
 
@@ -96,9 +96,9 @@ def test_notebooks_show_a_run_as_a_table():
     assert "<th>steps</th><td>4 (finished)</td>" in html
     assert f"<th>best validation score</th><td>{run.best}</td>" in html
     assert f"<th>training time</th><td>{run.seconds:.3g} s</td>" in html
-    stopped = replace(run, curve=(Point(1000, 1.0, 0.5, None),), finished=False)
-    assert "<th>steps</th><td>1,000 (unfinished)</td>" in stopped._repr_html_()
-    assert "<th>best validation score</th><td>none</td>" in stopped._repr_html_()
+    unfinished = replace(run, curve=(Point(1000, 1.0, 0.5, None),), finished=False)
+    assert "<th>steps</th><td>1,000 (unfinished)</td>" in unfinished._repr_html_()
+    assert "<th>best validation score</th><td>none</td>" in unfinished._repr_html_()
 
 
 def test_the_seed_determines_the_weights():
@@ -110,16 +110,15 @@ def test_the_seed_determines_the_weights():
     assert not torch.equal(weights(0), weights(1))
 
 
-@pytest.mark.parametrize("dropped", [{"drop_rate": 0.3}, {"drop_rate": 0.0, "dropout": 0.3}])
-def test_the_seed_determines_the_weights_with_dropout_and_many_threads(monkeypatch, dropped):
-    monkeypatch.setattr(
-        "metabridge.training.trainer.DROP_RATE_STEPS", 1
-    )  # so that the rate of DropBlock rises from the start
-    before = torch.get_num_threads()
+@pytest.mark.parametrize("drop_options", [{"drop_rate": 0.3}, {"drop_rate": 0.0, "dropout": 0.3}])
+def test_the_seed_determines_the_weights_with_dropout_and_many_threads(monkeypatch, drop_options):
+    # so that the rate of DropBlock increases from the first step
+    monkeypatch.setattr("metabridge.training.trainer.DROP_RATE_STEPS", 1)
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(2)
     x = torch.randn(8, 3, 1, 16, 16, generator=torch.Generator().manual_seed(0))
 
-    class Noise:
+    class NoiseTasks:
         outputs = 3
 
         def sample(self, tasks, generator):
@@ -127,18 +126,18 @@ def test_the_seed_determines_the_weights_with_dropout_and_many_threads(monkeypat
             return Episodes(x[:tasks], labels, x[:tasks].flip(0), labels)
 
     def weights():
-        net = resnet12(1, 16, 3, widths=(4, 4, 4, 4), statistics="batch", **dropped)
-        return flattened(fit(net, method("anil"), Noise(), iterations=3, batch_size=8, progress=False).params)
+        net = resnet12(1, 16, 3, widths=(4, 4, 4, 4), statistics="batch", **drop_options)
+        return flattened(fit(net, method("anil"), NoiseTasks(), iterations=3, batch_size=8, progress=False).params)
 
     try:
         first = weights()
         assert all(torch.equal(weights(), first) for _ in range(2))
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)
 
 
 def test_the_best_parameters_are_kept_and_copied_into_the_network():
-    """The learning rate is so large that the score decreases, and the first validation is the best."""
+    """The learning rate is so large that the last validation is not the best."""
     net = mlp(1, 1)
     run = fit(
         net,
@@ -159,15 +158,15 @@ def test_the_best_parameters_are_kept_and_copied_into_the_network():
 
 def test_running_statistics_are_estimated_before_evaluation(tasks):
     net = conv4(1, 28, statistics="running")
-    chosen = method("r2d2")
+    learner = method("r2d2")
     with pytest.raises(InputError, match="running statistics still have their initial values"):
-        evaluate(Model(chosen, net, parameters(chosen, net)), tasks["test"], tasks=2)
-    run = fit(net, chosen, tasks["train"], iterations=20, batch_size=2, progress=False)
+        evaluate(Model(learner, net, parameters(learner, net)), tasks["test"], tasks=2)
+    run = fit(net, learner, tasks["train"], iterations=20, batch_size=2, progress=False)
     assert evaluate(run, tasks["test"], tasks=50).mean > 0.4
     episodes = tasks["test"].sample(1, torch.Generator().manual_seed(0))
-    alone = run.predict(episodes)[0, :1]
-    fewer = type(episodes)(episodes.support_x, episodes.support_y, episodes.query_x[:, :1], episodes.query_y[:, :1])
-    assert torch.allclose(run.predict(fewer)[0], alone, atol=1e-4)  # inductive: a query by itself
+    first_prediction = run.predict(episodes)[0, :1]
+    one_query = type(episodes)(episodes.support_x, episodes.support_y, episodes.query_x[:, :1], episodes.query_y[:, :1])
+    assert torch.allclose(run.predict(one_query)[0], first_prediction, atol=1e-4)  # does not depend on other queries
 
 
 def test_a_loss_that_is_not_finite_raises_an_error():
@@ -176,23 +175,24 @@ def test_a_loss_that_is_not_finite_raises_an_error():
 
 
 def test_between_validations_a_run_is_saved_every_minute(tmp_path, monkeypatch):
-    environment, drawn = Sinusoid(), []
+    environment, calls = Sinusoid(), []
     sample = Sinusoid.sample
 
-    def counted(self, tasks, generator):
-        drawn.append(tasks)
-        if len(drawn) == 4:
+    def interrupted_sample(self, tasks, generator):
+        calls.append(tasks)
+        if len(calls) == 4:
             raise KeyboardInterrupt
         return sample(self, tasks, generator)
 
-    monkeypatch.setattr(Sinusoid, "sample", counted)
-    for seconds, done in ((1e9, None), (0.0, 3)):
-        monkeypatch.setattr(trainer, "SAVE_SECONDS", seconds)
-        drawn.clear()
+    monkeypatch.setattr(Sinusoid, "sample", interrupted_sample)
+    for save_seconds, saved_iteration in ((1e9, None), (0.0, 3)):
+        monkeypatch.setattr(trainer, "SAVE_SECONDS", save_seconds)
+        calls.clear()
+        out = tmp_path / f"{save_seconds} seconds"
         with pytest.raises(KeyboardInterrupt):
-            fit(mlp(1, 1), method("maml"), environment, iterations=100, out=tmp_path / f"{done}", progress=False)
-        state = RunFolder(tmp_path / f"{done}").read("state")
-        assert (None if state is None else state[1]["iteration"]) == done
+            fit(mlp(1, 1), method("maml"), environment, iterations=100, out=out, progress=False)
+        state = RunFolder(out).read("state")
+        assert (None if state is None else state[1]["iteration"]) == saved_iteration
 
 
 def test_without_a_terminal_every_validation_is_printed_to_stderr(capsys):
@@ -222,15 +222,15 @@ def test_invalid_counts_raise_an_error():
     with pytest.raises(InputError, match="iterations is 0"):
         fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=0)
     run = fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=1, progress=False)
-    with pytest.raises(InputError, match="an interval needs at least 2"):
+    with pytest.raises(InputError, match="a confidence interval needs at least 2"):
         evaluate(run, Sinusoid(), tasks=1)
 
 
 @pytest.fixture
-def with_scores(monkeypatch):
+def fixed_scores(monkeypatch):
     """Let validations return fixed scores, and record the weights of each evaluated head."""
 
-    def call(means: list[float], metric: str = "accuracy") -> list[torch.Tensor]:
+    def set_scores(means: list[float], metric: str = "accuracy") -> list[torch.Tensor]:
         evaluated_heads: list[torch.Tensor] = []
 
         def fixed_score(model, *_, **__) -> Score:
@@ -240,13 +240,13 @@ def with_scores(monkeypatch):
         monkeypatch.setattr("metabridge.training.trainer.evaluate", fixed_score)
         return evaluated_heads
 
-    return call
+    return set_scores
 
 
 @pytest.mark.parametrize(
     ("means", "metric", "patience", "validations", "best"),
     [
-        ([0.5, 0.6, 0.6, 0.55, 0.9, 0.9], "accuracy", 1, 4, 1),  # as good as the best is no new best
+        ([0.5, 0.6, 0.6, 0.55, 0.9, 0.9], "accuracy", 1, 4, 1),  # a score equal to the best is not a new best score
         ([0.5, 0.6, 0.55, 0.7, 0.6, 0.6], "accuracy", 1, 6, 3),
         ([0.5, 0.4, 0.9, 0.9, 0.9, 0.9], "accuracy", 0, 2, 0),
         ([0.5, 0.4, 0.3, 0.2, 0.1, 0.0], "accuracy", None, 6, 0),
@@ -254,9 +254,9 @@ def with_scores(monkeypatch):
     ],
 )
 def test_training_stops_after_more_than_patience_validations_without_a_new_best_score(
-    with_scores, means, metric, patience, validations, best
+    fixed_scores, means, metric, patience, validations, best
 ):
-    evaluated_heads = with_scores(means, metric)
+    evaluated_heads = fixed_scores(means, metric)
     options = {"iterations": 12, "validate_every": 2, "patience": patience, "progress": False}
     run = fit(mlp(1, 1), method("maml"), Sinusoid(), validate=Sinusoid(), **options)
     assert [point.iteration for point in run.curve] == list(range(2, 2 * validations + 1, 2))
@@ -269,13 +269,13 @@ def test_training_stops_after_more_than_patience_validations_without_a_new_best_
 def test_the_learning_curve_has_the_mean_loss_since_the_previous_point(monkeypatch):
     losses = []
 
-    class Noted(Engine):
+    class RecordingEngine(Engine):
         def __call__(self, params, episodes):
             result = super().__call__(params, episodes)
             losses.append(float(result.loss))
             return result
 
-    monkeypatch.setattr("metabridge.training.trainer.Engine", Noted)
+    monkeypatch.setattr("metabridge.training.trainer.Engine", RecordingEngine)
     run = fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=7, validate_every=3, progress=False)
     means = [sum(losses[:3]) / 3, sum(losses[3:6]) / 3, losses[6]]
     assert [point.loss for point in run.curve] == pytest.approx(means, rel=1e-5)
@@ -284,19 +284,21 @@ def test_the_learning_curve_has_the_mean_loss_since_the_previous_point(monkeypat
 
 @pytest.mark.parametrize("name", ["maml", "anil", "mtl", "r2d2"])
 def test_a_step_in_bfloat16_has_nearly_the_same_loss_and_direction_as_in_float32(tasks, name):
-    chosen = method("maml", steps=1) if name == "maml" else method(name)
+    learner = method("maml", steps=1) if name == "maml" else method(name)
     net = conv4(1, 28, statistics="batch" if name == "maml" else "running")
-    params = parameters(chosen, net, classes=tasks["train"].classes)
+    params = parameters(learner, net, classes=tasks["train"].classes)
     episodes = tasks["train"].sample(2, torch.Generator().manual_seed(0))
     for mode in ("loop", "vectorized"):
-        exact, low = (Engine(chosen, net, mode=mode, dtype=dtype)(params, episodes) for dtype in (None, torch.bfloat16))
-        assert float(low.loss) == pytest.approx(float(exact.loss), rel=0.02)
-        assert float(low.loss) != float(exact.loss)
-        assert all(value.dtype == torch.float32 for value in low.gradients.values())
-        assert torch.cosine_similarity(flattened(low.gradients), flattened(exact.gradients), dim=0) > 0.97
+        float32, bfloat16 = (
+            Engine(learner, net, mode=mode, dtype=dtype)(params, episodes) for dtype in (None, torch.bfloat16)
+        )
+        assert float(bfloat16.loss) == pytest.approx(float(float32.loss), rel=0.02)
+        assert float(bfloat16.loss) != float(float32.loss)
+        assert all(value.dtype == torch.float32 for value in bfloat16.gradients.values())
+        assert torch.cosine_similarity(flattened(bfloat16.gradients), flattened(float32.gradients), dim=0) > 0.97
 
 
-def test_training_in_bfloat16_runs_on_a_cpu_and_starts_from_the_same_loss(tasks):
+def test_training_in_bfloat16_runs_on_a_cpu_and_has_nearly_the_same_first_loss(tasks):
     def first_loss(precision):
         options = {"iterations": 2, "validate_every": 1, "validate_tasks": 2, "batch_size": 2, "progress": False}
         net = conv4(1, 28, filters=8)
@@ -347,7 +349,7 @@ def test_invalid_settings_raise_an_error_before_training(options, sentence):
     assert str(caught.value) == sentence
 
 
-def test_a_run_in_low_precision_is_loaded_in_full_precision_on_a_cpu(tmp_path):
+def test_a_run_in_bfloat16_is_loaded_in_float32_on_a_cpu(tmp_path):
     fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=1, precision="bfloat16", out=tmp_path, progress=False)
     assert load(tmp_path).dtype is None
 
@@ -395,25 +397,26 @@ def test_a_missing_gpu_raises_an_error(monkeypatch, tmp_path):
 @pytest.mark.parametrize("optimizer", ["adam", "adamw", "radam", "sgd"])
 @pytest.mark.parametrize(("name", "options"), [("maml", {"rates": "per-tensor", "steps": 1}), ("r2d2", {})])
 def test_weight_decay_applies_to_weights_and_not_to_solver_parameters(optimizer, name, options):
-    def step(decay: float) -> dict[str, torch.Tensor]:
+    def params_after_one_step(decay: float) -> dict[str, torch.Tensor]:
         settings = {"iterations": 1, "optimizer": optimizer, "weight_decay": decay, "mode": "loop", "progress": False}
         return fit(mlp(1, 1), method(name, **options), Sinusoid(), **settings).params
 
-    free, decayed = step(0.0), step(10.0)
-    learned = [key for key in free if key.startswith(("rates.", "solver."))]
-    assert learned == list(free)[-len(learned) :]  # so that the optimizer's state has the order of earlier versions
-    assert all(torch.equal(free[key], decayed[key]) for key in learned)
-    assert not torch.equal(free["features.1.weight"], decayed["features.1.weight"])
+    without_decay, with_decay = params_after_one_step(0.0), params_after_one_step(10.0)
+    solver_names = [key for key in without_decay if key.startswith(("rates.", "solver."))]
+    # last, so that the optimizer's state has the order of earlier versions
+    assert solver_names == list(without_decay)[-len(solver_names) :]
+    assert all(torch.equal(without_decay[key], with_decay[key]) for key in solver_names)
+    assert not torch.equal(without_decay["features.1.weight"], with_decay["features.1.weight"])
 
 
-def test_training_with_dropout_in_two_threads_gives_the_same_result_as_one_after_another():
-    class Shared(Sinusoid):
+def test_training_with_dropout_in_two_threads_gives_the_same_result_as_sequential_training():
+    class SlowSinusoid(Sinusoid):
         def sample(self, tasks, generator):
-            time.sleep(0.001)  # lets another thread go on, if any may
+            time.sleep(0.001)  # lets the other thread run, if it is not waiting for a lock
             return super().sample(tasks, generator)
 
     def weights(seed, net):
-        run = fit(net, method("maml"), Shared(), iterations=20, seed=seed, progress=False)
+        run = fit(net, method("maml"), SlowSinusoid(), iterations=20, seed=seed, progress=False)
         return run.params["head.weight"]
 
     features = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5))

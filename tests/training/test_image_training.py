@@ -20,10 +20,11 @@ from metabridge.training.image_training import (
 )
 
 
-def images(channels: int = 3, size: int = 16, per_class: int = 8, validation: int = 3) -> LabeledImages:
-    labels = torch.arange(10).repeat_interleave(per_class)
+def images(channels: int = 3, size: int = 16, images_per_class: int = 8, validation_classes: int = 3) -> LabeledImages:
+    """Return random images of seven training classes and up to three validation classes."""
+    labels = torch.arange(10).repeat_interleave(images_per_class)
     pixels = torch.randint(0, 256, (len(labels), channels, size, size), generator=torch.Generator().manual_seed(0))
-    splits = {"train": torch.arange(0, 7), "validation": torch.arange(7, 7 + validation)}
+    splits = {"train": torch.arange(0, 7), "validation": torch.arange(7, 7 + validation_classes)}
     return LabeledImages(
         pixels.to(torch.uint8),
         labels,
@@ -43,18 +44,18 @@ def test_the_default_configuration_of_every_method_trains_on_images(name):
     run = train_on_images(config, images(), progress=False)
     assert run.method == method_of(config)
     assert run.best.tasks == 2
-    rows = {"mtl": 7, "rfs": 7}.get(name)
-    assert (run.params["heads.weight"].shape[0] if rows else None) == rows
+    if name in ("mtl", "rfs"):  # their heads have a row for each training class
+        assert run.params["heads.weight"].shape[0] == 7
 
 
 def test_validation_has_as_many_ways_and_queries_as_classes_and_images_allow():
-    small = validation_tasks(ImageTrainingConfig("anil", ways=5, validate_shots=2), images(per_class=6))
-    assert (small.ways, small.shots, small.queries) == (3, 2, 4)
-    large = validation_tasks(ImageTrainingConfig("anil", ways=2), images(per_class=30))
-    assert (large.ways, large.shots, large.queries) == (2, 1, 15)
+    few_classes = validation_tasks(ImageTrainingConfig("anil", ways=5, validate_shots=2), images(images_per_class=6))
+    assert (few_classes.ways, few_classes.shots, few_classes.queries) == (3, 2, 4)
+    many_images = validation_tasks(ImageTrainingConfig("anil", ways=2), images(images_per_class=30))
+    assert (many_images.ways, many_images.shots, many_images.queries) == (2, 1, 15)
 
 
-def test_training_tasks_may_have_more_ways_than_test_tasks():
+def test_training_tasks_may_have_more_ways_than_validation_tasks():
     config = replace(default_config("mtl"), **SHORT, batch_size=1, shots=1, ways=3, training_ways=6)
     assert training_tasks(config, images(), method_of(config)).ways == 6
     assert validation_tasks(config, images()).ways == 3
@@ -62,7 +63,8 @@ def test_training_tasks_may_have_more_ways_than_test_tasks():
 
 
 def test_without_validation_classes_there_is_no_validation():
-    run = train_on_images(replace(default_config("anil"), **SHORT, ways=3), images(validation=0), progress=False)
+    config = replace(default_config("anil"), **SHORT, ways=3)
+    run = train_on_images(config, images(validation_classes=0), progress=False)
     assert run.best is None
     assert [point.score for point in run.curve] == [None, None]
 
@@ -81,13 +83,13 @@ def test_color_images_are_augmented_by_default(augment, channels, expected):
     assert augmentation_of(ImageTrainingConfig("anil", augment=augment), images(channels)) == expected
 
 
-def test_rotations_make_four_training_classes_of_each_and_do_not_change_validation():
+def test_rotated_classes_quadruple_the_training_classes_and_do_not_change_validation():
     config = replace(default_config("rfs"), **SHORT, batch_size=4, rotated_classes=True, augment=False)
     run = train_on_images(config, images(), progress=False)
     assert run.params["heads.weight"].shape[0] == 28
 
 
-def test_classifiers_over_all_classes_are_trained_on_batches_and_other_methods_on_tasks():
+def test_rfs_is_trained_on_batches_of_images_and_other_methods_on_tasks():
     rfs, mtl = replace(default_config("rfs"), batch_size=6), ImageTrainingConfig("mtl", ways=4, shots=2, queries=3)
     batches = training_tasks(rfs, images(), method_of(rfs))
     assert isinstance(batches, ImageBatches)

@@ -13,7 +13,7 @@ CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 def reference_step(param: Tensor, grad: Tensor, momentum: Tensor, lr: float) -> None:
-    """Compute one step of one filter bank from the definition, with the polynomial applied to singular values."""
+    """Update a filter bank in place by one step from the definition: the polynomial is applied to singular values."""
     momentum.mul_(0.9).add_(grad)
     step = (grad + 0.9 * momentum).flatten(1).double()
     left, values, right = torch.linalg.svd(step / (step.norm() + 1e-7), full_matrices=False)
@@ -44,35 +44,36 @@ def set_gradients(net: nn.Module, step: int) -> None:
 def test_steps_of_filter_banks_apply_the_polynomial_to_singular_values() -> None:
     net = small_net()
     banks = [net[index].weight for index in range(3)]
-    expected = [bank.detach().clone() for bank in banks]
+    expected_banks = [bank.detach().clone() for bank in banks]
     momenta = [torch.zeros_like(bank) for bank in banks]
     optimizer = Muon(net.parameters(), lr=0.3, weight_decay=0.1)
     for step in range(4):
         set_gradients(net, step)
-        for bank, mine, momentum in zip(banks, expected, momenta):
-            reference_step(mine, bank.grad, momentum, 0.3)
+        for bank, expected_bank, momentum in zip(banks, expected_banks, momenta):
+            reference_step(expected_bank, bank.grad, momentum, 0.3)
         optimizer.step()
-    for bank, mine in zip(banks, expected):
-        assert torch.allclose(bank, mine, atol=1e-5)
+    for bank, expected_bank in zip(banks, expected_banks):
+        assert torch.allclose(bank, expected_bank, atol=1e-5)
 
 
 def test_other_parameters_take_the_steps_of_sgd() -> None:
-    net, other = small_net(), small_net()
+    net, sgd_net = small_net(), small_net()
     optimizer = Muon(net.parameters(), lr=0.3, weight_decay=0.1)
-    sgd = torch.optim.SGD(other.parameters(), lr=0.3, momentum=0.9, nesterov=True, weight_decay=0.1)
+    sgd = torch.optim.SGD(sgd_net.parameters(), lr=0.3, momentum=0.9, nesterov=True, weight_decay=0.1)
     for step in range(4):
-        for each, optimize in ((net, optimizer), (other, sgd)):
-            set_gradients(each, step)
-            optimize.step()
+        set_gradients(net, step)
+        optimizer.step()
+        set_gradients(sgd_net, step)
+        sgd.step()
     for index in (3, 5):
-        assert torch.allclose(net[index].weight, other[index].weight, atol=1e-6)
-        assert torch.allclose(net[index].bias, other[index].bias, atol=1e-6)
+        assert torch.allclose(net[index].weight, sgd_net[index].weight, atol=1e-6)
+        assert torch.allclose(net[index].bias, sgd_net[index].bias, atol=1e-6)
 
 
 def test_filter_banks_of_the_same_shape_do_not_affect_each_other() -> None:
     banks = list(torch.randn(3, 8, 4, 3, 3))
-    together, alone = orthogonalize(banks), [orthogonalize([bank])[0] for bank in banks]
-    assert torch.allclose(torch.stack(together), torch.stack(alone), atol=1e-6)
+    batched, separate = orthogonalize(banks), [orthogonalize([bank])[0] for bank in banks]
+    assert torch.allclose(torch.stack(batched), torch.stack(separate), atol=1e-6)
 
 
 @pytest.mark.parametrize("shape", [(4, 8, 3, 3), (64, 2, 3, 3)])
@@ -89,14 +90,15 @@ def test_a_restored_optimizer_takes_the_same_steps() -> None:
     optimizer = Muon(net.parameters(), lr=0.3)
     set_gradients(net, 0)
     optimizer.step()
-    other = small_net()
-    other.load_state_dict(net.state_dict())
-    restored = Muon(other.parameters(), lr=0.3)
-    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))  # which would share its tensors
-    for each, optimize in ((net, optimizer), (other, restored)):
-        set_gradients(each, 1)
-        optimize.step()
-    assert all(torch.equal(a, b) for a, b in zip(net.parameters(), other.parameters()))
+    restored_net = small_net()
+    restored_net.load_state_dict(net.state_dict())
+    restored_optimizer = Muon(restored_net.parameters(), lr=0.3)
+    # a copy, since otherwise both optimizers would share their tensors
+    restored_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for model, model_optimizer in ((net, optimizer), (restored_net, restored_optimizer)):
+        set_gradients(model, 1)
+        model_optimizer.step()
+    assert all(torch.equal(*params) for params in zip(net.parameters(), restored_net.parameters()))
 
 
 def test_a_learning_rate_that_is_not_positive_raises_an_error() -> None:
@@ -114,5 +116,5 @@ def test_captured_steps_equal_steps_on_a_cpu() -> None:
             for group in optimizer.param_groups:
                 group["lr"] = 0.3 / (1 + step)
             optimizer.step()
-    for left, right in zip(nets[0].parameters(), nets[1].parameters()):
-        assert torch.allclose(left.cpu(), right, atol=2e-2)
+    for gpu_param, cpu_param in zip(nets[0].parameters(), nets[1].parameters()):
+        assert torch.allclose(gpu_param.cpu(), cpu_param, atol=2e-2)

@@ -25,36 +25,36 @@ from metabridge.training.checkpoint import RunFolder
 from small_runs import SINUSOIDS, CountingEnvironment, colors, on_colors, on_sinusoids
 
 
-def without_times(lines: list[dict]) -> list[dict]:
-    return [{key: value for key, value in line.items() if key != "seconds"} for line in lines]
+def without_times(points: list[dict]) -> list[dict]:
+    return [{key: value for key, value in point.items() if key != "seconds"} for point in points]
 
 
 def contents(folder: Path) -> dict[str, object]:
-    """The contents of a run folder without durations."""
+    """Return the contents of a run folder without times."""
     content: dict[str, object] = {"settings": json.loads((folder / "settings.json").read_text())}
     content["metrics"] = without_times(
         [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     )
     for name in ("weights", "state"):
         with safe_open(folder / f"{name}.safetensors", "pt") as file:
-            notes = json.loads(file.metadata()["metabridge"])
+            metadata = json.loads(file.metadata()["metabridge"])
             content[name] = {key: file.get_tensor(key).numpy().tobytes() for key in file.keys()}  # noqa: SIM118
-        content[f"{name} notes"] = without_times([notes])[0] | {"curve": without_times(notes["curve"])}
+        content[f"{name} metadata"] = without_times([metadata])[0] | {"curve": without_times(metadata["curve"])}
     return content
 
 
-def assert_same_run(run: Run, folder: Path, expected: Run, reference: Path) -> None:
-    assert contents(folder) == contents(reference)
+def assert_same_run(run: Run, folder: Path, expected: Run, expected_folder: Path) -> None:
+    assert contents(folder) == contents(expected_folder)
     assert all(torch.equal(value, expected.params[name]) for name, value in run.params.items())
     assert all(torch.equal(value, expected.net.state_dict()[name]) for name, value in run.net.state_dict().items())
-    assert [replace(p, seconds=0, score=None) for p in run.curve] == [
-        replace(p, seconds=0, score=None) for p in expected.curve
+    assert [replace(point, seconds=0, score=None) for point in run.curve] == [
+        replace(point, seconds=0, score=None) for point in expected.curve
     ]
     assert run.finished
 
 
 class Clock:
-    """A replacement for `time`, which measures `minutes`."""
+    """A replacement for the module `time`, for reaching the time limit `minutes` at a given step."""
 
     now = 0.0
 
@@ -63,10 +63,10 @@ class Clock:
 
 
 @pytest.fixture
-def interrupted(monkeypatch):
-    """Stop training at each of several calls of `sample`, and then train to the end."""
+def train_with_stops(monkeypatch):
+    """Return a function that stops training at the given calls of `sample`, resuming it each time, up to the end."""
 
-    def call(train, stop_by: str, stops: tuple[int, ...]) -> Run:
+    def train_stopped(train, stop_by: str, stops: tuple[int, ...]) -> Run:
         for stop in stops:
             clock = Clock()
             monkeypatch.setattr(fitting, "time", clock)
@@ -84,7 +84,7 @@ def interrupted(monkeypatch):
                 assert not train(on_sample, minutes=1).finished
         return train()
 
-    return call
+    return train_stopped
 
 
 SCHEDULES = {"adam": Constant(), "adamw": Cosine(warmup=0.2), "radam": Plateau(patience=0), "sgd": Step()}
@@ -92,42 +92,42 @@ SCHEDULES = {"adam": Constant(), "adamw": Cosine(warmup=0.2), "radam": Plateau(p
 
 @pytest.mark.parametrize("stop_by", ["interrupt", "minutes"])
 @pytest.mark.parametrize("optimizer", SCHEDULES)
-def test_an_interrupted_run_ends_in_the_same_weights_as_an_uninterrupted_one(tmp_path, interrupted, optimizer, stop_by):
+def test_a_resumed_run_has_the_same_weights_as_an_uninterrupted_one(tmp_path, train_with_stops, optimizer, stop_by):
     options = {"optimizer": optimizer, "schedule": SCHEDULES[optimizer], "weight_decay": 0.01}
-    expected = on_sinusoids(tmp_path / "once", **options)
+    expected = on_sinusoids(tmp_path / "uninterrupted", **options)
     for stops in ((1,), (4,), (5, 2), (7, 3, 1)):
         out = tmp_path / f"stopped {stops}"
-        resumed = interrupted(
-            lambda *on_sample, out=out, **more: on_sinusoids(out, *on_sample, **options, **more), stop_by, stops
+        resumed = train_with_stops(
+            lambda *on_sample, out=out, **limits: on_sinusoids(out, *on_sample, **options, **limits), stop_by, stops
         )
-        assert_same_run(resumed, out, expected, tmp_path / "once")
+        assert_same_run(resumed, out, expected, tmp_path / "uninterrupted")
 
 
 @pytest.mark.parametrize("stop_by", ["interrupt", "minutes"])
 @pytest.mark.parametrize("name", ["mtl", "rfs"])
 def test_interruption_does_not_change_the_result_with_drop_block_and_augmentation(
-    tmp_path, interrupted, monkeypatch, name, stop_by
+    tmp_path, train_with_stops, monkeypatch, name, stop_by
 ):
     monkeypatch.setattr("metabridge.training.trainer.DROP_RATE_STEPS", 3)
-    expected = on_colors(name, tmp_path / "once")
-    resumed = interrupted(
-        lambda *on_sample, **more: on_colors(name, tmp_path / "twice", *on_sample, **more), stop_by, (2, 4)
+    expected = on_colors(name, tmp_path / "uninterrupted")
+    resumed = train_with_stops(
+        lambda *on_sample, **limits: on_colors(name, tmp_path / "resumed", *on_sample, **limits), stop_by, (2, 4)
     )
-    assert_same_run(resumed, tmp_path / "twice", expected, tmp_path / "once")
+    assert_same_run(resumed, tmp_path / "resumed", expected, tmp_path / "uninterrupted")
 
 
-def test_the_rate_of_drop_block_rises_linearly_and_is_restored(tmp_path, monkeypatch):
+def test_the_rate_of_drop_block_increases_linearly_and_is_restored(tmp_path, monkeypatch):
     monkeypatch.setattr("metabridge.training.trainer.DROP_RATE_STEPS", 4)
     tasks = colors().batches("train", size=8)
     rates: list[float] = []
 
-    def note(block, *_):
-        if torch.is_grad_enabled():  # a step, and no estimate of statistics
+    def record_rate(block, *_):
+        if torch.is_grad_enabled():  # in a training step, not in the estimation of running statistics
             rates.append(float(block.rate))
 
     for stop in (6, 99):
         net = resnet12(3, 18, 3, widths=(4, 4, 4, 4), drop_rate=0.3)
-        next(block for block in net.modules() if isinstance(block, DropBlock)).register_forward_hook(note)
+        next(block for block in net.modules() if isinstance(block, DropBlock)).register_forward_hook(record_rate)
         monkeypatch.setattr(fitting, "time", clock := Clock())
         counted_tasks = CountingEnvironment(
             tasks, lambda count, stop=stop, clock=clock: setattr(clock, "now", 60.0 * (count >= stop))
@@ -146,109 +146,110 @@ def test_the_rate_of_drop_block_rises_linearly_and_is_restored(tmp_path, monkeyp
     assert rates == pytest.approx([0.3 * (iteration // 4 * 4) / 10 for iteration in range(10)])
 
 
-def test_early_stopping_is_the_same_after_an_interruption(tmp_path, interrupted):
+def test_early_stopping_is_the_same_after_an_interruption(tmp_path, train_with_stops):
     options = {"patience": 1, "lr": 0.5, "iterations": 40, "validate_every": 2}
-    expected = on_sinusoids(tmp_path / "once", **options)
+    expected = on_sinusoids(tmp_path / "uninterrupted", **options)
     assert expected.curve[-1].iteration < 40
-    resumed = interrupted(
-        lambda *on_sample, **more: on_sinusoids(tmp_path / "b", *on_sample, **options, **more), "minutes", (3, 2)
+    out = tmp_path / "resumed"
+    resumed = train_with_stops(
+        lambda *on_sample, **limits: on_sinusoids(out, *on_sample, **options, **limits), "minutes", (3, 2)
     )
-    assert_same_run(resumed, tmp_path / "b", expected, tmp_path / "once")
-    again = on_sinusoids(tmp_path / "b", lambda count: pytest.fail("trained on"), **options)
-    assert_same_run(again, tmp_path / "b", expected, tmp_path / "once")
+    assert_same_run(resumed, out, expected, tmp_path / "uninterrupted")
+    finished = on_sinusoids(out, lambda count: pytest.fail("training continued"), **options)
+    assert_same_run(finished, out, expected, tmp_path / "uninterrupted")
 
 
-KILLED = """
+KILLING_SCRIPT = """
 import os, signal, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 import small_runs
 
-def die(*_):
+def kill_process():
     os.kill(os.getpid(), signal.SIGKILL)
 
-def killed_at_request(out, number):
-    small_runs.on_sinusoids(out, lambda count: die() if count == number else None)
+def killed_at_sample(out, number):
+    small_runs.on_sinusoids(out, lambda count: kill_process() if count == number else None)
 
 def killed_at_write(out, number):
-    replace, count = os.replace, [0]
-    def counted(*paths):
-        count[0] += 1
-        if count[0] == number:
-            die()
+    replace, calls = os.replace, []
+    def replace_or_kill(*paths):
+        calls.append(paths)
+        if len(calls) == number:
+            kill_process()
         replace(*paths)
-    os.replace = counted
+    os.replace = replace_or_kill
     small_runs.on_sinusoids(out)
 
-def killed_while_lengthened(out, number):
-    forked(lambda: small_runs.on_sinusoids(out, iterations=8))
+def killed_while_extended(out, number):
+    run_in_fork(lambda: small_runs.on_sinusoids(out, iterations=8))
     killed_at_write(out, number)
 
-def forked(call, *arguments):
+def run_in_fork(function, *arguments):
     child = os.fork()
     if child == 0:
-        call(*arguments)
+        function(*arguments)
         os._exit(0)
-    return os.WTERMSIG(os.waitpid(child, 0)[1])
+    return os.WTERMSIG(os.waitpid(child, 0)[1])  # the signal that killed the process
 
 root = Path({root!r})
-small_runs.on_sinusoids(root / "once")
-kills = ((killed_at_request, (1, 6, 13)), (killed_at_write, range(1, 13)), (killed_while_lengthened, (1, 2, 3, 4)))
-for kill, numbers in kills:
+small_runs.on_sinusoids(root / "uninterrupted")
+kills = ((killed_at_sample, (1, 6, 13)), (killed_at_write, range(1, 13)), (killed_while_extended, (1, 2, 3, 4)))
+for train_and_kill, numbers in kills:
     for number in numbers:
-        out = root / f"{{kill.__name__}} {{number}}"
-        print(forked(kill, out, number))
-        forked(small_runs.on_sinusoids, out)
+        out = root / f"{{train_and_kill.__name__}} {{number}}"
+        print(run_in_fork(train_and_kill, out, number))
+        run_in_fork(small_runs.on_sinusoids, out)
 """
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs processes that can be forked")
 def test_killing_a_run_at_any_write_or_step_does_not_change_its_result(tmp_path):
-    script = KILLED.format(tests=str(Path(__file__).parent.parent), root=str(tmp_path))
+    script = KILLING_SCRIPT.format(tests=str(Path(__file__).parent.parent), root=str(tmp_path))
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["9"] * 19  # each was killed, by the signal 9
-    expected = contents(tmp_path / "once")
-    folders = [folder for folder in tmp_path.iterdir() if folder.name != "once"]
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["9"] * 19  # every process was killed by signal 9
+    expected = contents(tmp_path / "uninterrupted")
+    folders = [folder for folder in tmp_path.iterdir() if folder.name != "uninterrupted"]
     assert len(folders) == 19
-    names = {file.name for file in (tmp_path / "once").iterdir()}
+    names = {file.name for file in (tmp_path / "uninterrupted").iterdir()}
     for folder in folders:
         assert contents(folder) == expected, folder.name
-        assert {file.name for file in folder.iterdir()} == names  # no lock and no part of a file is left
+        assert {file.name for file in folder.iterdir()} == names  # no lock file and no temporary file is left
 
 
 @pytest.mark.parametrize("function", ["fsync", "replace"])
 @pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_failed_write_keeps_the_old_files_and_the_run_can_continue(tmp_path, monkeypatch, function, number):
-    on_sinusoids(tmp_path / "once")
-    out, count = tmp_path / "full", [0]
+def test_a_failed_write_keeps_the_old_file_and_the_run_can_be_resumed(tmp_path, monkeypatch, function, number):
+    on_sinusoids(tmp_path / "uninterrupted")
+    out, calls = tmp_path / "run", []
     monkeypatch.setattr(fitting, "time", clock := Clock())
-    on_sinusoids(out, lambda calls: setattr(clock, "now", 1e6) if calls == 5 else None, minutes=1)
+    on_sinusoids(out, lambda count: setattr(clock, "now", 1e6) if count == 5 else None, minutes=1)
     before = {file.name: file.read_bytes() for file in out.iterdir()}
     original = getattr(os, function)
 
-    def full(*arguments):
+    def fail_on_full_disk(*arguments):
         if function == "fsync" and not stat.S_ISREG(os.fstat(arguments[0]).st_mode):
-            return original(*arguments)  # of a folder
-        count[0] += 1
-        if count[0] >= number:
+            return original(*arguments)  # the argument is a folder
+        calls.append(arguments)
+        if len(calls) >= number:
             raise OSError(28, "No space left on device")
         return original(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, function, full)
+        patch.setattr(os, function, fail_on_full_disk)
         with pytest.raises(InputError, match=r"cannot be written \(No space left on device\)"):
             on_sinusoids(out)
     after = {file.name: file.read_bytes() for file in out.iterdir()}
     assert after.keys() == before.keys()
     assert sum(after[name] != before[name] for name in before) == number - 1
     on_sinusoids(out)
-    assert contents(out) == contents(tmp_path / "once")
+    assert contents(out) == contents(tmp_path / "uninterrupted")
 
 
 @pytest.mark.parametrize(
-    ("change", "named"),
+    ("change", "difference"),
     [
         ({"lr": 0.5}, "training.lr was 0.001 and is now 0.5"),
         ({"batch_size": 3}, "training.batch_size was 2 and is now 3"),
@@ -269,17 +270,17 @@ def test_a_failed_write_keeps_the_old_files_and_the_run_can_continue(tmp_path, m
         ({"validate": None}, "validation was {'environment': 'Sinusoid'"),
     ],
 )
-def test_a_setting_that_differs_from_the_run_raises_an_error_with_its_name(tmp_path, change, named):
+def test_a_setting_that_differs_from_the_run_raises_an_error_with_its_name(tmp_path, change, difference):
     options = {"net": mlp(1, 1, width=8), "method": method("maml", steps=1, lr=0.02), "environment": Sinusoid()}
     options |= {"validate": Sinusoid(), "out": tmp_path} | SINUSOIDS
     fit(**options, minutes=0)
     with pytest.raises(InputError) as caught:
         fit(**options | change)
-    assert f"contains a run with other settings ({named}" in str(caught.value)
+    assert f"contains a run with other settings ({difference}" in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("first", "other", "named"),
+    ("environment", "other_environment", "setting"),
     [
         (
             LinearTasks(HardEasy(0.1, 1.0, R=1.0).landscape),
@@ -290,15 +291,17 @@ def test_a_setting_that_differs_from_the_run_raises_an_error_with_its_name(tmp_p
         (Mixture((Sinusoid(),), (1.0,)), Mixture((Sinusoid(queries=3),), (1.0,)), r"tasks\.environments"),
     ],
 )
-def test_a_run_cannot_continue_with_other_tasks_of_the_same_class(tmp_path, first, other, named):
+def test_a_run_cannot_continue_with_an_environment_of_the_same_class_but_other_settings(
+    tmp_path, environment, other_environment, setting
+):
     def train(tasks):
-        points = tasks.sample(1, torch.Generator()).support_x.shape[-1]
-        return fit(mlp(points, 1, width=4), method("maml"), tasks, iterations=1, out=tmp_path, progress=False)
+        dimension = tasks.sample(1, torch.Generator()).support_x.shape[-1]
+        return fit(mlp(dimension, 1, width=4), method("maml"), tasks, iterations=1, out=tmp_path, progress=False)
 
-    train(first)
-    assert train(first).finished
-    with pytest.raises(InputError, match=rf"contains a run with other settings \({named}"):
-        train(other)
+    train(environment)
+    assert train(environment).finished
+    with pytest.raises(InputError, match=rf"contains a run with other settings \({setting}"):
+        train(other_environment)
 
 
 def test_continuing_a_run_reads_its_settings_once(tmp_path, monkeypatch):
@@ -309,7 +312,7 @@ def test_continuing_a_run_reads_its_settings_once(tmp_path, monkeypatch):
     assert folders == [RunFolder(tmp_path)]
 
 
-def test_rotated_classes_are_another_setting(tmp_path):
+def test_a_run_cannot_continue_with_rotated_classes(tmp_path):
     data = colors()
     options = {"out": tmp_path, "iterations": 1, "progress": False}
     for images in (data, data.with_rotations(("train",))):
@@ -320,10 +323,10 @@ def test_rotated_classes_are_another_setting(tmp_path):
         fit(net, method("anil"), tasks, **options)
 
 
-def test_a_run_of_another_device_type_cannot_be_continued(tmp_path):
+def test_a_run_from_a_gpu_cannot_be_continued_on_a_cpu(tmp_path):
     on_sinusoids(tmp_path, minutes=0)
-    tensors, notes = RunFolder(tmp_path).read("state")
-    RunFolder(tmp_path).write("state", tensors | {"random.cuda": torch.zeros(16, dtype=torch.uint8)}, notes)
+    tensors, metadata = RunFolder(tmp_path).read("state")
+    RunFolder(tmp_path).write("state", tensors | {"random.cuda": torch.zeros(16, dtype=torch.uint8)}, metadata)
     with pytest.raises(InputError, match=r"was started on a GPU. Continue it there, or use another folder\."):
         on_sinusoids(tmp_path)
 
@@ -359,13 +362,13 @@ def with_changing_buffers(out: Path, on_sample=lambda count: None, **options) ->
 
 
 @pytest.mark.parametrize("stop_by", ["interrupt", "minutes"])
-def test_buffers_that_change_in_training_are_restored(tmp_path, interrupted, stop_by):
-    expected = with_changing_buffers(tmp_path / "once")
+def test_buffers_that_change_in_training_are_restored(tmp_path, train_with_stops, stop_by):
+    expected = with_changing_buffers(tmp_path / "uninterrupted")
     assert expected.net.features.count > 0
-    resumed = interrupted(
-        lambda *on_sample, **more: with_changing_buffers(tmp_path / "twice", *on_sample, **more), stop_by, (7, 3)
+    resumed = train_with_stops(
+        lambda *on_sample, **limits: with_changing_buffers(tmp_path / "resumed", *on_sample, **limits), stop_by, (7, 3)
     )
-    assert_same_run(resumed, tmp_path / "twice", expected, tmp_path / "once")
+    assert_same_run(resumed, tmp_path / "resumed", expected, tmp_path / "uninterrupted")
     assert all(torch.equal(*pair) for pair in zip(resumed.net.buffers(), expected.net.buffers(), strict=True))
 
 
@@ -373,9 +376,10 @@ def test_a_run_of_version_0_1_0_whose_state_has_no_buffers_continues(tmp_path, m
     clock = Clock()
     monkeypatch.setattr(fitting, "time", clock)
     assert not with_changing_buffers(tmp_path, lambda count: setattr(clock, "now", 60.0 * count), minutes=5).finished
-    tensors, notes = RunFolder(tmp_path).read("state")
-    assert any(name.startswith("buffers.") for name in tensors)
-    RunFolder(tmp_path).write("state", {k: v for k, v in tensors.items() if not k.startswith("buffers.")}, notes)
+    tensors, metadata = RunFolder(tmp_path).read("state")
+    without_buffers = {name: value for name, value in tensors.items() if not name.startswith("buffers.")}
+    assert len(without_buffers) < len(tensors)
+    RunFolder(tmp_path).write("state", without_buffers, metadata)
     assert with_changing_buffers(tmp_path).finished
 
 
@@ -392,13 +396,13 @@ def test_frozen_parameters_are_saved_and_must_be_the_same_to_continue(tmp_path):
         InputError, match=r"contains a run with other settings \(frozen\[0\] was features.1.bias and is now"
     ):
         with_a_frozen_layer(tmp_path, "features.3")
-    again = load(tmp_path)
-    assert [name for name, value in again.net.named_parameters() if not value.requires_grad] == [
+    loaded = load(tmp_path)
+    assert [name for name, value in loaded.net.named_parameters() if not value.requires_grad] == [
         "features.1.weight",
         "features.1.bias",
     ]
     tasks = Sinusoid().sample(2, torch.Generator().manual_seed(0))
-    outputs = [predict(one.method, one.net, one.params, tasks) for one in (run, again)]
+    outputs = [predict(model.method, model.net, model.params, tasks) for model in (run, loaded)]
     assert torch.equal(*outputs)
 
 
@@ -406,10 +410,10 @@ def test_frozen_parameters_are_saved_and_must_be_the_same_to_continue(tmp_path):
 def test_iterations_can_be_increased_but_not_below_those_already_done(tmp_path, optimizer):
     options = {"optimizer": optimizer, "schedule": SCHEDULES[optimizer], "validate_every": None}
     on_sinusoids(tmp_path / "run", iterations=30, **options)
-    drawn: list[int] = []
-    run = on_sinusoids(tmp_path / "run", drawn.append, iterations=32, **options)
-    assert len(drawn) == 2
-    assert [point.iteration for point in run.curve] == [*range(3, 31, 3), 32]  # as far apart as before
+    sample_calls: list[int] = []
+    run = on_sinusoids(tmp_path / "run", sample_calls.append, iterations=32, **options)
+    assert len(sample_calls) == 2
+    assert [point.iteration for point in run.curve] == [*range(3, 31, 3), 32]  # the validation interval stays the same
     assert run.settings["training"]["iterations"] == 32
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["training"]["iterations"] == 32
     with pytest.raises(InputError, match=r"has done 32 iterations, but iterations is 31\. Use iterations=32 or more"):
@@ -419,8 +423,8 @@ def test_iterations_can_be_increased_but_not_below_those_already_done(tmp_path, 
     assert on_sinusoids(tmp_path / "run", iterations=32, **options).finished
 
 
-def test_a_lengthened_run_equals_a_run_of_that_length(tmp_path):
-    """With a constant learning rate; everything else depends only on the iteration."""
+def test_an_extended_run_equals_a_run_of_that_length(tmp_path):
+    """The learning rate must be constant, since schedules are stretched to the new length."""
     expected = on_sinusoids(None, iterations=13)
     on_sinusoids(tmp_path, iterations=8)
     with pytest.raises(KeyboardInterrupt):
@@ -438,27 +442,27 @@ def _interrupt() -> None:
 def test_a_run_without_checksums_continues(tmp_path):
     from safetensors.torch import save
 
-    expected = on_sinusoids(tmp_path / "once")
+    expected = on_sinusoids(tmp_path / "uninterrupted")
     with pytest.raises(KeyboardInterrupt):
         on_sinusoids(tmp_path / "run", lambda count: _interrupt() if count == 6 else None)
     for name in ("weights", "state"):
-        tensors, notes = RunFolder(tmp_path / "run").read(name)
-        del notes["settings"]
-        old = save(tensors, {"metabridge": json.dumps(notes)})  # as 0.1.0 wrote it
-        (tmp_path / "run" / f"{name}.safetensors").write_bytes(old)
+        tensors, metadata = RunFolder(tmp_path / "run").read(name)
+        del metadata["settings"]
+        content = save(tensors, {"metabridge": json.dumps(metadata)})  # without a checksum, as in version 0.1.0
+        (tmp_path / "run" / f"{name}.safetensors").write_bytes(content)
     assert load(tmp_path / "run").curve[-1].iteration == 4
-    assert_same_run(on_sinusoids(tmp_path / "run"), tmp_path / "run", expected, tmp_path / "once")
+    assert_same_run(on_sinusoids(tmp_path / "run"), tmp_path / "run", expected, tmp_path / "uninterrupted")
 
 
 def test_a_run_shortened_to_its_current_iteration_ends_with_a_point_there(tmp_path):
-    settings = TrainingConfig(iterations=20, validate_every=4, validate_tasks=6, batch_size=2)
-    net, chosen, tasks = mlp(1, 1, width=8), method("maml", steps=1, lr=0.02), CountingEnvironment(Sinusoid())
-    begun = Trainer(net, chosen, tasks, settings, validate=Sinusoid(), mode="loop", out=tmp_path)
+    config = TrainingConfig(iterations=20, validate_every=4, validate_tasks=6, batch_size=2)
+    net, learner, tasks = mlp(1, 1, width=8), method("maml", steps=1, lr=0.02), CountingEnvironment(Sinusoid())
+    trainer = Trainer(net, learner, tasks, config, validate=Sinusoid(), mode="loop", out=tmp_path)
     for _ in range(6):
-        begun.step()
-    begun.save()
-    begun.close()
-    run = on_sinusoids(tmp_path, lambda count: pytest.fail("trained on"), iterations=6, validate_every=4)
+        trainer.step()
+    trainer.save()
+    trainer.close()
+    run = on_sinusoids(tmp_path, lambda count: pytest.fail("training continued"), iterations=6, validate_every=4)
     assert run.finished
     assert [point.iteration for point in run.curve] == [4, 6]
     assert load(tmp_path).finished

@@ -12,7 +12,7 @@ from metabridge.models.network import apply_features
 from metabridge.training.config import ImageTrainingConfig, SoftTargets
 from metabridge.training.evaluation import Model
 from metabridge.training.image_training import image_trainer, method_of, network_of, train_on_images, training_tasks
-from metabridge.training.soft_targets import Softener, mix_up
+from metabridge.training.soft_targets import LabelSoftener, mix_up
 
 
 @pytest.fixture(scope="module")
@@ -49,17 +49,17 @@ def test_soft_targets_change_the_trained_weights(name: str, options: dict[str, f
 def test_full_distillation_gives_the_teachers_predictions_as_targets(name: str, images) -> None:
     teacher = train_on_images(config(name), images, progress=False)
     episodes = training_tasks(config(name), images, method_of(config(name))).sample(1, torch.Generator().manual_seed(0))
-    soft = Softener(SoftTargets(distillation=1.0, temperature=2.0), teacher.method, teacher)
-    targets = soft(episodes, torch.Generator().manual_seed(0)).support_y[0]
-    together = episodes.without_split()
-    features = apply_features(teacher.net, teacher.params, together.support_x[0])
+    softener = LabelSoftener(SoftTargets(distillation=1.0, temperature=2.0), teacher.method, teacher)
+    targets = softener(episodes, torch.Generator().manual_seed(0)).support_y[0]
+    unsplit = episodes.without_split()
+    features = apply_features(teacher.net, teacher.params, unsplit.support_x[0])
     logits = features @ teacher.params["heads.weight"].T + teacher.params["heads.bias"]
-    expected = (logits[:, together.classes[0]] / 2).softmax(-1)
+    expected = (logits[:, unsplit.classes[0]] / 2).softmax(-1)
     assert torch.allclose(targets, expected, atol=1e-5)
 
 
-def test_mixed_targets_have_the_weights_of_mixed_images() -> None:
-    x = torch.eye(6)[None]  # the image says which it is
+def test_mixup_mixes_targets_with_the_same_weights_as_images() -> None:
+    x = torch.eye(6)[None]  # each image equals its one-hot target
     y = torch.eye(6)[None]
     mixed_x, mixed_y = mix_up(x, y, 0.5, torch.Generator().manual_seed(0))
     assert torch.allclose(mixed_x, mixed_y)
@@ -68,38 +68,38 @@ def test_mixed_targets_have_the_weights_of_mixed_images() -> None:
 
 
 @pytest.mark.parametrize("ema_decay", [None, 0.5])
-def test_a_resumed_run_ends_in_the_same_weights(ema_decay: float | None, images, tmp_path) -> None:
+def test_a_resumed_run_ends_with_the_same_weights(ema_decay: float | None, images, tmp_path) -> None:
     options = {"soft_targets": SoftTargets(smoothing=0.1, mixup=0.3), "optimizer": "muon", "ema_decay": ema_decay}
     uninterrupted = train_on_images(config("rfs", **options), images, progress=False)
-    fitting = image_trainer(config("rfs", **options), images, out=tmp_path)
+    trainer = image_trainer(config("rfs", **options), images, out=tmp_path)
     for _ in range(3):
-        fitting.step()
-    fitting.save()
-    fitting.close()
+        trainer.step()
+    trainer.save()
+    trainer.close()
     resumed = train_on_images(config("rfs", **options), images, out=tmp_path, progress=False)
     assert resumed.params.keys() == uninterrupted.params.keys()
     assert all(torch.equal(value, resumed.params[key]) for key, value in uninterrupted.params.items())
 
 
-def test_the_moving_average_is_a_mean_of_the_weights(images) -> None:
+def test_the_moving_average_is_a_weighted_mean_of_the_weights(images) -> None:
     baseline, averaged = (
-        image_trainer(config("rfs", ema_decay=each, iterations=1, validate_every=1), images) for each in (None, 0.9)
+        image_trainer(config("rfs", ema_decay=decay, iterations=1, validate_every=1), images) for decay in (None, 0.9)
     )
-    start = averaged.params["heads.weight"].detach().clone()
+    initial = averaged.params["heads.weight"].detach().clone()
     baseline.step(), averaged.step()
     last = baseline.params["heads.weight"]
     average = averaged.run().params["heads.weight"]
-    assert torch.allclose(average, torch.lerp(start, last, 1 - 1 / 10), atol=1e-6)
+    assert torch.allclose(average, torch.lerp(initial, last, 1 - 1 / 10), atol=1e-6)
 
 
 def test_methods_and_teachers_that_do_not_match_raise_an_error(images) -> None:
-    with pytest.raises(InputError, match="need a method whose head covers all training classes"):
-        Softener(SoftTargets(smoothing=0.1), method("maml"), None)
-    with pytest.raises(InputError, match="there is no teacher"):
-        Softener(SoftTargets(distillation=0.1), method("rfs"), None)
+    with pytest.raises(InputError, match="only methods whose head covers all training classes"):
+        LabelSoftener(SoftTargets(smoothing=0.1), method("maml"), None)
+    with pytest.raises(InputError, match="no teacher was passed"):
+        LabelSoftener(SoftTargets(distillation=0.1), method("rfs"), None)
     teacher = Model(method("mtl"), network_of(config("mtl"), images), {})
     with pytest.raises(InputError, match="same method"):
-        Softener(SoftTargets(distillation=0.1), method("rfs"), teacher)
+        LabelSoftener(SoftTargets(distillation=0.1), method("rfs"), teacher)
     with pytest.raises(InputError, match="smoothing is 2"):
         SoftTargets(smoothing=2)
 
@@ -107,10 +107,10 @@ def test_methods_and_teachers_that_do_not_match_raise_an_error(images) -> None:
 def test_training_the_teachers_network_does_not_change_the_teacher(images) -> None:
     run = train_on_images(config("mtl"), images, progress=False)
     run.net.train()
-    soft = Softener(SoftTargets(distillation=1.0), run.method, run)
+    softener = LabelSoftener(SoftTargets(distillation=1.0), run.method, run)
     episodes = training_tasks(config("mtl"), images, method_of(config("mtl"))).sample(
         1, torch.Generator().manual_seed(0)
     )
-    targets = soft(episodes, torch.Generator().manual_seed(0)).support_y
-    expected = Softener(SoftTargets(distillation=1.0), run.method, replace(run, net=run.net.eval()))
+    targets = softener(episodes, torch.Generator().manual_seed(0)).support_y
+    expected = LabelSoftener(SoftTargets(distillation=1.0), run.method, replace(run, net=run.net.eval()))
     assert torch.equal(targets, expected(episodes, torch.Generator().manual_seed(0)).support_y)

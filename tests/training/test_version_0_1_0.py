@@ -1,4 +1,4 @@
-"""Version 0.1.0 wrote the files in tests/data/v0.1.0; see write_files.py there."""
+"""Files that version 0.1.0 wrote can be read. They are in tests/data/v0.1.0; write_files.py there created them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from metabridge.training.checkpoint import RunFolder, select_group
 DATA = Path(__file__).parent.parent / "data" / "v0.1.0"
 EXPECTED = json.loads((DATA / "expected.json").read_text())
 RUNS = ["maml-rates", "mtl", "rfs", "metaoptnet", "r2d2", "anil-frozen"]
-ADAPTED = {  # the run that each adapted model came from
+ADAPTED_FROM = {  # for each adapted model, the run that it was adapted from
     "adapted-anil": "anil-frozen",
     "adapted-metaoptnet": "metaoptnet",
     "adapted-logistic": "mtl",
@@ -55,10 +55,12 @@ def images(size: int, channels: int) -> LabeledImages:
 
 
 def images_of(name: str) -> LabeledImages:
+    """Return the images of a run."""
     return images(18, 3) if name in ("mtl", "rfs") else images(16, 1)
 
 
 def environment(name: str, split: str):
+    """Return the tasks of a run."""
     if name == "maml-rates":
         return Sinusoid()
     if (name, split) == ("rfs", "train"):
@@ -68,6 +70,7 @@ def environment(name: str, split: str):
 
 
 def net(name: str):
+    """Return the untrained network of a run."""
     if name == "maml-rates":
         return mlp(1, 1, width=6)
     if name == "anil-frozen":
@@ -93,18 +96,18 @@ OPTIONS = {
 
 def train(name: str, out: Path, **options):
     """Train as version 0.1.0 did."""
-    steps = {"iterations": 6, "validate_every": 2, "validate_tasks": 4, "batch_size": 2, "progress": False}
-    chosen = method("maml", steps=2, rates="per-tensor") if name == "maml-rates" else method(name)
+    defaults = {"iterations": 6, "validate_every": 2, "validate_tasks": 4, "batch_size": 2, "progress": False}
+    learner = method("maml", steps=2, rates="per-tensor") if name == "maml-rates" else method(name)
     validate = environment(name, "validation")
-    options = steps | OPTIONS.get(name, {}) | options
-    return fit(net(name), chosen, environment(name, "train"), validate=validate, out=out, **options)
+    options = defaults | OPTIONS.get(name, {}) | options
+    return fit(net(name), learner, environment(name, "train"), validate=validate, out=out, **options)
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_of_version_0_1_0_is_loaded_and_has_the_same_scores(name):
     run = load(DATA / name)
     expected = EXPECTED[name]
-    assert run.finished == (DATA / name / "state.safetensors").exists()  # left out of two runs to save space
+    assert run.finished == (DATA / name / "state.safetensors").exists()  # two runs have no state, to save space
     if run.finished:
         assert run.curve[-1].iteration == expected["iteration"]
     assert run.best.mean == expected["validation"]
@@ -113,7 +116,7 @@ def test_a_run_of_version_0_1_0_is_loaded_and_has_the_same_scores(name):
 
 
 @pytest.mark.parametrize("name", ["maml-rates", "mtl"])
-def test_a_run_that_version_0_1_0_stopped_ends_in_the_weights_that_it_would_have_reached(name, tmp_path):
+def test_resuming_a_run_of_version_0_1_0_gives_the_weights_of_an_uninterrupted_run(name, tmp_path):
     shutil.copytree(DATA / f"{name}-halfway", tmp_path / "run")
     train(name, tmp_path / "run")
     for file in ("weights", "state"):
@@ -125,7 +128,7 @@ def test_a_run_that_version_0_1_0_stopped_ends_in_the_weights_that_it_would_have
 
 
 @pytest.mark.parametrize("name", ["maml-rates", "mtl", "rfs", "anil-frozen"])
-def test_lengthening_a_run_of_version_0_1_0_gives_the_same_weights(name, tmp_path):
+def test_extending_a_run_of_version_0_1_0_gives_the_same_weights_as_in_version_0_1_0(name, tmp_path):
     shutil.copytree(DATA / name, tmp_path / "run")
     run = train(name, tmp_path / "run", iterations=8)
     assert run.curve[-1].iteration == 8
@@ -143,11 +146,11 @@ def test_options_that_differ_from_a_run_of_version_0_1_0_raise_an_error(tmp_path
         train("maml-rates", tmp_path / "run", ema_decay=0.5)
 
 
-@pytest.mark.parametrize("name", ADAPTED)
+@pytest.mark.parametrize("name", ADAPTED_FROM)
 def test_a_model_that_version_0_1_0_adapted_predicts_the_same_probabilities(name):
-    data = images_of(ADAPTED[name])
-    rows = [10 * label + index for label in (9, 10, 11) for index in range(3)][::2]
-    pixels = np.moveaxis(data.images[rows].numpy(), 1, -1)
+    data = images_of(ADAPTED_FROM[name])
+    image_indices = [10 * label + index for label in (9, 10, 11) for index in range(3)][::2]
+    pixels = np.moveaxis(data.images[image_indices].numpy(), 1, -1)
     pixels = pixels[..., 0] if pixels.shape[-1] == 1 else pixels
     classifier = FewShotClassifier.load(DATA / name)
     assert list(classifier.classes_) == ["j", "k", "l"]

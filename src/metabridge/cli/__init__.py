@@ -79,20 +79,25 @@ def _usage_message(error: typer.BadParameter) -> str:
 def _with_option_names(message: str) -> str:
     """Replace names of arguments in a message of the library by the options of the current command.
 
-    Replaced are `NAME is` at the start; NAME after "Use", "Omit", "Leave" and "Remove"; and names with underscores. A
-    name that was passed as NAME=VALUE, for example with `--option`, is not replaced.
+    NAME is replaced at the start of the message if it is followed by "is"; after "Use", "Omit", "Leave" and "Remove";
+    and everywhere if it contains an underscore. If NAME was passed as NAME=VALUE, for example with `--option`, that
+    option is put in front of NAME instead.
     """
     command = typer.main.get_command(app)
     for word in _command_words():
         command = command.commands[word]  # type: ignore[attr-defined]
     options = {param.name: param.opts[0] for param in command.params if param.opts[0].startswith("--")}
-    options = {name: option for name, option in options.items() if not _is_passed_as_pair(name)}
+    for flag, name in _passed_pairs():
+        options.pop(name, None)
+        message = re.sub(rf"^{name}(?= is )|(?<=\b[Uu]se ){name}(?==)", f"{flag} {name}", message)
     if "data" in options:
         message = re.sub("^the data set is ", "data is ", message)
     names = "|".join(options) or "(?!)"
     underscored_names = "|".join(name for name in options if "_" in name) or "(?!)"
-    values = r"=(['\"]?)([\w.-]*\w)\2(?: \(--[^)]*\))?"  # such as ='logistic' (--head logistic)
-    message = re.sub(rf"(?<=\b[Uu]se )({names}){values}", lambda match: f"{options[match[1]]} {match[3]}", message)
+    values = r"=(['\"]?)([\w.-]*\w)\3(?: \(--[^)]*\))?"  # such as ='logistic' (--head logistic)
+    message = re.sub(
+        rf"(\b[Uu]se |\band )({names}){values}", lambda match: f"{match[1]}{options[match[2]]} {match[4]}", message
+    )
     for pattern in (
         rf"^(?:{names})(?= is )",
         rf"(?<=\b[Oo]mit )(?:{names})(?=[ .])",
@@ -106,9 +111,10 @@ def _with_option_names(message: str) -> str:
     return message
 
 
-def _is_passed_as_pair(name: str) -> bool:
-    """Return whether the command line contains NAME=VALUE, as a value of `--option` or `--model-option`."""
-    return any(re.match(rf"(?:-o|--(?:model-)?option=)?{name}=", word) for word in sys.argv[1:])
+def _passed_pairs() -> list[tuple[str, str]]:
+    """Return the options of the command line whose values are NAME=VALUE, such as `("--option", "steps")`."""
+    pairs = re.findall(r"(?:^|\s)(-o|--option|--model-option)[\s=]?([a-zA-Z_]\w*)=", " ".join(sys.argv[1:]))
+    return [("--option" if flag == "-o" else flag, name) for flag, name in pairs]
 
 
 def _command_words() -> list[str]:

@@ -39,9 +39,9 @@ OPTION_TYPES: dict[str, Any] = {
     "Augment | bool": bool,
     "Mapping[str, object]": list[str],
 }
-# Names of the options' values in the help, for each field annotation.
+# Name of the option's value in the help, for each field annotation.
 METAVARS = {"Mapping[str, object]": "KEY=VALUE", "Schedule": "|".join(SCHEDULES), "str": "NAME"}
-# Nested configurations, whose fields also become options, for each field annotation.
+# Class of the nested configuration, whose fields also become options, for each field annotation.
 NESTED: dict[str, Any] = {"SoftTargets": SoftTargets}
 
 
@@ -59,7 +59,7 @@ def parse_key_values(texts: list[str], flag: str) -> dict[str, Any]:
     return pairs
 
 
-# Function that converts the value of an option for each field annotation; its arguments are the value and the flag.
+# Function that converts the value of an option, for each field annotation. Its arguments are the value and the flag.
 PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "Mapping[str, object]": parse_key_values,
     "Schedule": lambda name, flag: schedule(name),
@@ -89,9 +89,9 @@ def with_config_options(command: Callable[..., None]) -> Callable[..., None]:
     def run(**values: Any) -> None:
         passed = {name: value for name in options if (value := values.pop(name)) not in (None, [])}
         config = {name: _parse(options[name], value) for name, value in passed.items()}
-        for name, members in nested.items():
-            if used := {member: config.pop(member) for member in members if member in config}:
-                config[name] = used
+        for name, nested_options in nested.items():
+            if nested_config := {option: config.pop(option) for option in nested_options if option in config}:
+                config[name] = nested_config
         command(**values, **config)
 
     config_parameters = [
@@ -126,11 +126,11 @@ def _parameter_type(field: Field[Any]) -> Any:
         raise TypeError(f"{field.name} has the type {field.type}, which is not in OPTION_TYPES of {__name__}.")
     check, option_type = field.metadata["check"], OPTION_TYPES[_annotation(field)]
     bounds: dict[str, Any] = {}
-    if option_type is int:  # the seed is the only integer without an `IntegerRange`
+    if option_type is int:  # the seed is the only integer field without an `IntegerRange`
         has_range = isinstance(check, IntegerRange)
         maximum = check.maximum if has_range else MAX_SEED
         bounds = {"min": check.minimum if has_range else 0, "callback": at_most(maximum)}
-    metavar = METAVARS.get(_annotation(field)) or ("|".join(check.words) if isinstance(check, Choice) else None)
+    metavar = METAVARS.get(_annotation(field)) or ("|".join(check.names) if isinstance(check, Choice) else None)
     flags = field.metadata["flags"] or ()
     if option_type is bool and field.default is False:
         flags = (flag_name(field),)  # without a second option that turns it off

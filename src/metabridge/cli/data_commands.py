@@ -29,14 +29,16 @@ def show_help(context: typer.Context) -> None:
 def check(
     path: Annotated[
         str,
-        typer.Argument(metavar="PATH", help="Folder or file of the data set, or NAME:PATH to specify its format too."),
+        typer.Argument(
+            metavar="PATH", help="Folder or file of the data set. NAME:PATH is short for PATH --format NAME."
+        ),
     ],
     format_name: Annotated[
         str | None,
         typer.Option(
             "--format",
             metavar="NAME",
-            help="Format of the data set, such as omniglot. Default: detected from the files.",
+            help="Format of the data set, such as omniglot. Default: detect it from the files.",
         ),
     ] = None,
     ways: Annotated[int, typer.Option(min=1, callback=at_most(MAX_COUNT), help="Number of classes per task.")] = 5,
@@ -49,18 +51,18 @@ def check(
     """Read every image of a data set, and report its splits and any problems.
 
     Problems are unreadable images, duplicate images across splits, empty classes, and splits with too few classes or
-    images for the tasks. The validation split needs only two classes, because training validates with fewer ways and
-    queries if necessary. The exit status is 0 if there are no problems, 1 if there are problems (2 with --strict), and
-    2 if the data set cannot be read.
+    images for the tasks. The validation split needs only two classes, because `train` reduces the ways and queries of
+    validation tasks if necessary. The exit status is 0 if there are no problems, 1 if there are problems (2 with
+    --strict), and 2 if the data set cannot be read.
 
     Example: **metabridge data check photos --ways 5 --shots 5**
     """
     from metabridge.datasets import check_dataset
     from metabridge.datasets.loading import DATASETS
 
-    prefix, _, rest = path.partition(":")
-    if rest and format_name is None and prefix in DATASETS:
-        format_name, path = prefix, rest
+    prefix, _, path_after_prefix = path.partition(":")
+    if path_after_prefix and format_name is None and prefix in DATASETS:
+        format_name, path = prefix, path_after_prefix
     if format_name is not None and format_name not in DATASETS:
         raise InputError(f"--format is '{format_name}', but must be one of {', '.join(DATASETS)}.")
     report = check_dataset(path, data=format_name, ways=ways, shots=shots, queries=queries)
@@ -70,7 +72,7 @@ def check(
 
 
 def _print_report(report: DatasetReport, tasks_column: str) -> None:
-    """Print a report. `tasks_column` is the heading of the column that tells which splits are large enough."""
+    """Print a report. `tasks_column` is the heading of the column that shows which splits are large enough."""
     print_stdout(f"{report.data}: {report.description}")
     rows = []
     for split in report.splits:

@@ -60,14 +60,16 @@ def diagnose(
     groups: Annotated[
         Groups,
         typer.Option(
-            help="Criterion for hard and easy tasks. hardness: the estimated hardness of each task; superclasses: "
-            "tasks with classes from one superclass, such as one alphabet of Omniglot, are hard, and tasks with "
-            "classes from several superclasses are easy."
+            help="How to divide the tasks into hard and easy ones. hardness: by their estimated hardness (defined in "
+            "docs/diagnose.md); superclasses: tasks with classes from one superclass, such as one alphabet of "
+            "Omniglot, are hard, and tasks with classes from several superclasses are easy."
         ),
     ] = Groups.hardness,
     alpha: Annotated[
         float | None,
-        typer.Option(help="Inner learning rate. Default: a value for which the inner step is stable on every task."),
+        typer.Option(
+            help="Inner learning rate α of MAML. Default: a value for which the inner step is stable on every task."
+        ),
     ] = None,
     kernels: Annotated[
         bool, typer.Option(help="Also predict accuracies with the kernels (NTK) of infinitely wide networks.")
@@ -79,11 +81,11 @@ def diagnose(
 ) -> None:
     """Recommend a method for a data set: MAML, ANIL, or pre-training without adaptation. No network is trained.
 
-    Samples tasks and fits a linear model on the network's features to each task. From these models, estimates the
-    hardness of the tasks and the distances between their solutions. Predicts how much an inner loop in training
-    lowers the risk, and compares this gain with the cost.
+    Samples tasks and, for each task, fits a linear model on the network's features. From these models, estimates the
+    hardness of the tasks and the distances between their solutions. Predicts how much adaptation during training
+    (MAML) would lower the expected loss, and compares this gain with the additional cost of training.
 
-    If --model is a run, pass its --data and --ways; they default to glyphs and 5, not to the values of the run.
+    If --model is a run, pass the --data and --ways that it was trained with. The defaults do not depend on the run.
 
     Example: **metabridge diagnose --data omniglot:data/omniglot --groups superclasses --out diagnosis**
     """

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Scale(StrEnum):
-    """Sizes of an experiment."""
+    """Scales at which an experiment can be run."""
 
     quick = "quick"
     paper = "paper"
@@ -39,8 +39,8 @@ def demo(
     """Train and compare four methods on the built-in glyphs in a few minutes on a CPU.
 
     Trains MAML, ANIL, MTL and NAL to classify five new characters from one example of each, and tests them on new
-    alphabets. Prints the accuracies with 95 % confidence intervals, and writes an HTML
-    page with learning curves and pictures of correct and wrong predictions.
+    alphabets. Prints the accuracies with 95 % confidence intervals, and writes an HTML page with learning curves and
+    pictures of correct and wrong predictions.
 
     Example: **metabridge demo --out demo --seed 1**
     """
@@ -79,8 +79,8 @@ def reproduce(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder of data sets, with subfolders such as omniglot and mini-imagenet. Default: none, which uses "
-            "the built-in glyphs.",
+            help="Folder that contains data sets in subfolders such as omniglot and mini-imagenet. Default: none, "
+            "which uses the built-in glyphs.",
             envvar="METABRIDGE_DATA",
         ),
     ] = None,
@@ -88,7 +88,7 @@ def reproduce(
         str,
         typer.Option(
             metavar="NAME,...",
-            help="Run only these parts of the experiment. Pass an unknown name to list all parts. Default: all.",
+            help="Run only these parts of the experiment, such as the methods of a table. Default: all.",
         ),
     ] = "",
     minutes: Annotated[
@@ -96,8 +96,8 @@ def reproduce(
         typer.Option(
             min=0,
             callback=reject_nan,
-            help="Time limit in minutes for each training run (runs trained jointly share one limit). Run the same "
-            "command again to continue. Default: no limit.",
+            help="Time limit in minutes for each training run, or for all runs that are trained at the same time. Run "
+            "the same command again to continue. Default: no limit.",
         ),
     ] = None,
 ) -> None:

@@ -11,9 +11,9 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
-# Names of values in the help, by the names of their types in typer.
+# How the help names the value of an option, by typer's name of its type.
 VALUE_NAMES = {"int": "INT", "int range": "INT", "float": "NUMBER", "float range": "NUMBER", "str": "TEXT"}
-MAX_LENGTH = 22  # longer lists of choices would be broken in a terminal with 80 columns
+MAX_LENGTH = 22  # longer lists of choices would be wrapped in a terminal with 80 columns
 
 
 def value_name(param: Any, ctx: Any) -> str:
@@ -22,12 +22,12 @@ def value_name(param: Any, ctx: Any) -> str:
         return ""
     type_name = param.metavar or param.display_type(ctx).strip("<>").removeprefix("list[").removesuffix("]")
     if len(type_name) > MAX_LENGTH:
-        return "NAME"  # of a choice in the help text
+        return "NAME"  # the help text lists the choices
     return str(VALUE_NAMES.get(type_name, type_name))
 
 
 class _HelpFormat:
-    """Mixin for commands: show the names of values, and append defaults to the help texts."""
+    """Mixin for commands: show the names of option values, and append defaults to the help texts."""
 
     def get_params(self, context: Any) -> Any:
         params = super().get_params(context)  # type: ignore[misc]
@@ -40,11 +40,11 @@ class _HelpFormat:
 
 
 class Command(_HelpFormat, TyperCommand):
-    """A command with this format of the help."""
+    """A command whose help has this format."""
 
 
 class Group(_HelpFormat, TyperGroup):
-    """A group of commands with this format of the help."""
+    """A group of commands whose help has this format."""
 
 
 class App(typer.Typer):

@@ -44,7 +44,7 @@ def adapt(
     ] = None,
     device: DeviceOption = Device.auto,
 ) -> None:
-    """Adapt a trained run to new classes and classify images.
+    """Adapt a trained model to new classes and classify images.
 
     Writes one line per query image: its path, the predicted class, the probability of that class, and the
     probabilities of all classes. Heads without probabilities (svm, ridge, centroid) give a softmax of their scores

@@ -32,7 +32,7 @@ from metabridge.errors import InputError
 
 
 class ScoreKernel(StrEnum):
-    """Kernels of `score`. Repeats the values of `nas.proxies.KernelName`, whose module imports PyTorch."""
+    """The values of `nas.proxies.KernelName`, repeated here because its module imports PyTorch."""
 
     maml = "maml"
     anil = "anil"
@@ -65,8 +65,8 @@ AdaptationTimeOption = Annotated[
     typer.Option(
         min=0,
         callback=reject_nan,
-        help="Training time of the inner loop of the maml and anil kernels: learning rate × number of steps; inf: "
-        "until convergence.",
+        help="Inner-loop adaptation time assumed by the maml and anil kernels: learning rate × number of steps, or inf "
+        "for convergence.",
     ),
 ]
 RidgeOption = Annotated[
@@ -98,7 +98,7 @@ def search(
         SearchKernel,
         typer.Option(
             help="Kernel whose condition number guides the search, together with the number of linear regions: maml, "
-            "anil or ntk. none: use linear regions only; random: draw random cells without scoring them."
+            "anil or ntk. none: use only linear regions; random: draw random cells without scoring them."
         ),
     ] = SearchKernel.maml,
     cells: CellsOption = 5,
@@ -216,11 +216,11 @@ def score(
     """Compute zero-cost proxies of an untrained network: condition numbers of its kernels, and linear regions.
 
     For an architecture.json, linear regions are counted as in a search: with image patches, in a network of three
-    cells whose first cell has one channel, whatever --cells and --channels are. For other networks, they are counted
+    cells whose first cell has one channel, regardless of --cells and --channels. For other networks, they are counted
     in the network itself, with whole images.
 
-    Batch norm is replaced by group norm, so that the output for an image does not depend on the batch. Linear regions
-    of an architecture.json are counted with batch norm.
+    Batch norm is replaced by group norm, so that the output for an image does not depend on the batch. Only the
+    linear regions of an architecture.json are counted with batch norm.
 
     Example: **metabridge score --model runs/search/architecture.json --data glyphs**
     """

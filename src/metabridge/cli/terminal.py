@@ -22,7 +22,7 @@ BROKEN_PIPE_STATUS = 1  # exit status if the reader of standard output has close
 
 
 def printable(text: object) -> str:
-    r"""Escape the control characters and the invalid UTF-8 bytes of a text.
+    r"""Escape the control characters and the invalid UTF-8 bytes in a text.
 
     >>> printable("\x1b[31mred\n"), printable("caf\udce9")
     ('\\x1b[31mred\\n', 'caf\\xe9')
@@ -59,7 +59,7 @@ def print_table(
 
     console = Console()
     cells = [[printable(cell) for cell in row] for row in rows]
-    min_widths, full_widths = [], []  # with and without wrapping
+    min_widths, full_widths = [], []  # of the columns, with and without wrapping
     for index, column in enumerate(columns):
         widest_cell = max((cell_len(row[index]) for row in cells), default=0)
         min_cell = min(widest_cell, MIN_WRAPPED_WIDTH) if column in left_aligned else widest_cell

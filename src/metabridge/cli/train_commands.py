@@ -65,8 +65,8 @@ def train(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder of the trained run that is the teacher for distillation (only mtl, rfs). With a teacher, "
-            "--distillation defaults to 0.5. Default: no teacher.",
+            help="Folder of the training run whose model is the teacher for distillation (only mtl, rfs). Sets "
+            "--distillation to 0.5 unless that option is passed. Default: no teacher.",
         ),
     ] = None,
     minutes: MinutesOption = None,
@@ -170,7 +170,7 @@ def _draw_curve(run: Run, folder: Path, name: str) -> None:
 
 @app.command()
 def evaluate(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of trained runs.")],
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Folders of training runs.")],
     shots: Annotated[
         str,
         typer.Option(metavar="K,...", help="Numbers of support images per class; each is evaluated separately."),
@@ -258,10 +258,10 @@ def evaluate(
         ),
     ] = None,
 ) -> None:
-    """Evaluate trained runs on new tasks, with 95 % confidence intervals.
+    """Evaluate trained models on new tasks, with 95 % confidence intervals.
 
     Prints the mean accuracy over tasks, the class with the lowest accuracy, and the expected calibration error if the
-    head predicts probabilities. All runs are evaluated on the same tasks. With several runs, also prints the mean
+    head predicts probabilities. All models are evaluated on the same tasks. With several runs, also prints the mean
     difference in accuracy between each run and the first, with the 95 % confidence interval of the per-task
     differences.
 
@@ -336,22 +336,22 @@ def _predicts_probabilities(run: Run) -> bool:
 
 
 def _default_ways(folder: Path, run: Run) -> int:
-    """Return the number of outputs of the run's network, which is its --ways in training; 5 if unknown."""
-    from metabridge.training.checkpoint import damaged
+    """Return the number of outputs of the run's network, which is the --ways of training, or 5 if it is unknown."""
+    from metabridge.training.checkpoint import damage_error
 
     ways = (run.settings["model"] or {}).get("outputs", 5)
     if not isinstance(ways, int):
-        raise damaged(folder / "settings.json", f"its number of outputs is {ways!r}")
+        raise damage_error(folder / "settings.json", f"its number of outputs is {ways!r}")
     return ways
 
 
 def _task_setting(folder: Path, run: Run, key: str, expected_type: type[T]) -> T | None:
-    """Return a stored setting of the run's training tasks, or None if it is not stored."""
-    from metabridge.training.checkpoint import damaged
+    """Return a setting of the run's training tasks, or None if it is not stored."""
+    from metabridge.training.checkpoint import damage_error
 
     value = (run.settings["tasks"] or {}).get(key)
     if value is not None and not isinstance(value, expected_type):
-        raise damaged(folder / "settings.json", f"{key} of its tasks is {value!r}")
+        raise damage_error(folder / "settings.json", f"{key} of its tasks is {value!r}")
     return value
 
 
@@ -364,14 +364,16 @@ def _load_arguments(folders: list[Path], runs: list[Run]) -> list[dict[str, Any]
     """
     load_arguments, data_sets = [], []
     for folder, run in zip(folders, runs):
-        stored = _task_setting(folder, run, "data", dict)
-        if stored is None:
+        stored_arguments = _task_setting(folder, run, "data", dict)
+        if stored_arguments is None:
             raise InputError(
                 f"the settings of the run in {folder} do not contain its data set. Specify one with --data."
             )
-        is_glyphs = stored.get("name") == "glyphs"  # the root of glyphs is only a cache folder
-        load_arguments.append({key: value for key, value in stored.items() if not (is_glyphs and key == "root")})
-        data_sets.append({key: value for key, value in stored.items() if key not in ("size", "channels")})
+        is_glyphs = stored_arguments.get("name") == "glyphs"  # the root of glyphs is only a cache folder
+        load_arguments.append(
+            {key: value for key, value in stored_arguments.items() if not (is_glyphs and key == "root")}
+        )
+        data_sets.append({key: value for key, value in stored_arguments.items() if key not in ("size", "channels")})
         if data_sets[-1] != data_sets[0]:
             raise InputError(
                 f"the runs in {folders[0]} and {folder} were trained on different data, so they cannot be evaluated on "
@@ -386,7 +388,7 @@ def _images(
     """Load `data` (default: the run's training data) in the image size and channels of its network."""
     from metabridge.datasets import load
     from metabridge.inference.image_input import image_shape
-    from metabridge.training.checkpoint import damaged
+    from metabridge.training.checkpoint import damage_error
 
     if data is not None:
         return images_for(run, data, min_images)
@@ -394,15 +396,15 @@ def _images(
     try:
         images = load(**(arguments if min_images is None else arguments | {"min_images": min_images}))
     except (TypeError, AttributeError) as error:
-        raise damaged(folder / "settings.json", f"its data {arguments} cannot be read ({error})") from error
+        raise damage_error(folder / "settings.json", f"its data {arguments} cannot be read ({error})") from error
     channels, size = image_shape(run.net)
     if images.images.shape[1:] != (channels, size, size):
-        raise damaged(folder / "settings.json", f"the images of its data {arguments} do not fit its network")
+        raise damage_error(folder / "settings.json", f"the images of its data {arguments} do not fit its network")
     return images
 
 
 def _check_new_classes(folder: Path, run: Run, images: LabeledImages, split: str, *, same_data: bool) -> None:
-    """Raise an `InputError` if a class of the split has the name of a training class; "train" is always allowed."""
+    """Raise an `InputError` if a class of the split has the name of a training class. Allow the split "train"."""
     if split == "train" or split not in images.splits:
         return
     training_names = _task_setting(folder, run, "class_names", list) or []
@@ -426,7 +428,7 @@ def _table_row(
     folder: Path, shots: int, assessment: Assessment, difference: Score | None, *, calibrated: bool
 ) -> list[str]:
     """Return the cells of a table row."""
-    worst_class, accuracy = assessment.worst
+    worst_class, accuracy = assessment.worst_class
     return [
         str(folder),
         str(shots),

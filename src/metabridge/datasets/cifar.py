@@ -10,7 +10,7 @@ published archive of either folder (.tar.gz). The superclasses are the 20 coarse
   et al., so metabridge uses the test classes of FC100. As in the paper, 450 images of each training class are used for
   training, and 150 to measure the accuracy on seen classes. These 150 images form the validation split, with class
   names such as "apple (held out)". The paper does not say which images are held out; metabridge holds out
-  all 100 images of the class in CIFAR-100's test file and the last 50 in its training file.
+  all 100 images of the class in CIFAR-100's test file and the last 50 images of the class in the training file.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def open_source(root: Path, name: str = "cifar-fs") -> ImageSource:
 
 
 def _locate(root: Path) -> tuple[str, Path] | None:
-    """Return the layout (a key of `LAYOUT_FILES`) and the folder or archive of the data set; None if there is none."""
+    """Return the layout (a key of `LAYOUT_FILES`) and the folder or archive of the data set, or None if not found."""
     for layout, files in LAYOUT_FILES.items():
         for folder in (root, root / layout):
             if all((folder / file).is_file() for file in files):
@@ -156,8 +156,8 @@ def _read(layout: str, path: Path) -> _Cifar:
     return cifar
 
 
-def _read_archive(archive: Path, folder: str) -> dict[str, bytes]:
-    """Return the contents of the files of a layout in an archive, as a dict from file name to bytes."""
+def _read_archive(archive: Path, layout: str) -> dict[str, bytes]:
+    """Read the files of `layout` from an archive, and return their contents by file name."""
     with reading_errors(archive), open_regular(archive) as stream:
         archive_bytes = stream.read(MAX_ARCHIVE_BYTES)
     contents = {}
@@ -172,16 +172,17 @@ def _read_archive(archive: Path, folder: str) -> dict[str, bytes]:
             for index, member in enumerate(tar):
                 if index == MAX_ARCHIVE_FILES:
                     raise tarfile.TarError(f"it contains more than {MAX_ARCHIVE_FILES} files")
-                # With a negative size, tarfile would read forever. A sparse file may declare any size.
+                # With a negative size, tarfile would read forever. A sparse file may declare any size, and tarfile
+                # would fill the memory with that many zeros.
                 if not 0 <= member.size <= len(tar_bytes):
                     raise tarfile.TarError(f"its entry {member.name} declares {member.size} bytes")
-                if member.isreg() and member.name.startswith(f"{folder}/"):
-                    contents[member.name.removeprefix(f"{folder}/")] = tar.extractfile(member).read()  # type: ignore[union-attr]
+                if member.isreg() and member.name.startswith(f"{layout}/"):
+                    contents[member.name.removeprefix(f"{layout}/")] = tar.extractfile(member).read()  # type: ignore[union-attr]
     except Exception as error:  # damaged archives raise exceptions of many types
         raise InputError(f"{archive} is not a valid CIFAR-100 archive ({error}). Download the file again.") from error
-    for file in LAYOUT_FILES[folder]:
+    for file in LAYOUT_FILES[layout]:
         if file not in contents:
-            raise InputError(f"{archive} does not contain {folder}/{file}. Download the file again.")
+            raise InputError(f"{archive} does not contain {layout}/{file}. Download the file again.")
     return contents
 
 

@@ -161,7 +161,7 @@ def check_dataset(
         source = DATASETS[name].open_source(root)
 
     counts: Counter[int] = Counter()
-    sizes: Counter[tuple[int, int]] = Counter()
+    image_sizes: Counter[tuple[int, int]] = Counter()
     modes: Counter[str] = Counter()
     unreadable = []
     images_by_digest: dict[bytes, list[tuple[int, str]]] = {}
@@ -170,11 +170,11 @@ def check_dataset(
             unreadable.append((image.name, result.reason))
         else:
             counts[image.label] += 1
-            sizes[result.width, result.height] += 1
+            image_sizes[result.width, result.height] += 1
             modes[result.mode] += 1
             images_by_digest.setdefault(result.digest, []).append((image.label, image.name))
     if not counts:
-        raise InputError(f"{path} has no readable image ({source.total} tried).")
+        raise InputError(f"{path} has no readable image ({source.total} tried). Convert them to PNG or JPEG.")
 
     labels = sorted(counts)
     split_of = {
@@ -183,10 +183,10 @@ def check_dataset(
     }
     large_classes = [source.classes[label] for label in labels if counts[label] >= shots + queries]
     large_class_counts = Counter(info.split for info in assign_splits(large_classes, seed))
-    equal_images = (
+    groups_of_equal_images = (
         [(split_of[label], name) for label, name in group] for group in images_by_digest.values() if len(group) > 1
     )
-    class_sizes = {
+    class_sizes_of = {
         split: [counts[label] for label in labels if split_of[label] == split]
         for split in ("train", "validation", "test")
         if split in split_of.values()
@@ -200,21 +200,21 @@ def check_dataset(
         splits=tuple(
             SplitReport(
                 split,
-                classes=len(sizes_in_split),
-                images=sum(sizes_in_split),
-                fewest=min(sizes_in_split),
-                median=median(sizes_in_split),
-                most=max(sizes_in_split),
+                classes=len(class_sizes),
+                images=sum(class_sizes),
+                fewest=min(class_sizes),
+                median=median(class_sizes),
+                most=max(class_sizes),
                 obstacle=_obstacle(
-                    split, sizes_in_split, smallest_class[split], ways, shots, queries, large_class_counts.get(split, 0)
+                    split, class_sizes, smallest_class[split], ways, shots, queries, large_class_counts.get(split, 0)
                 ),
             )
-            for split, sizes_in_split in class_sizes.items()
+            for split, class_sizes in class_sizes_of.items()
         ),
-        sizes=dict(sizes.most_common()),
+        sizes=dict(image_sizes.most_common()),
         modes=dict(modes.most_common()),
         unreadable=tuple(unreadable),
-        duplicates=tuple(tuple(group) for group in equal_images if len({split for split, _ in group}) > 1),
+        duplicates=tuple(tuple(group) for group in groups_of_equal_images if len({split for split, _ in group}) > 1),
         empty_classes=tuple(info.name for label, info in enumerate(source.classes) if label not in counts),
         notes=source.notes,
     )
@@ -231,7 +231,8 @@ def _obstacle(
 ) -> str:
     """Return the reason why tasks cannot be sampled from a split, with a fix; an empty string if they can be sampled.
 
-    Validation in training uses fewer ways and queries if necessary, so there the text describes these tasks.
+    During training, validation uses fewer ways and queries if necessary. For the validation split, the text therefore
+    describes the tasks that are used instead.
     `class_sizes` contains the number of images of each class, `smallest_class` is the name of the smallest class, and
     `large_class_count` is the number of classes in the split after classes with too few images are omitted.
     """

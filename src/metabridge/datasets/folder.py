@@ -1,9 +1,9 @@
 """Folders of images: one folder per class, optionally inside one folder per superclass.
 
-A folder is a class if it contains images or no folders. The class is named by its path, and its superclass is the
-parent folder, or "all" if there is none. For example, the image `animals/cat/1.jpg` has the class `animals/cat` and the
-superclass `animals`. Images may have any size and mode, and any format in `image_decoding.FORMATS`. By default, the
-central square of each image is resized to 84 × 84 pixels in RGB.
+A folder is a class if it contains images, or if it contains no folders (an empty class). The class is named by the path
+of the folder, and its superclass is the parent folder, or "all" if there is none. For example, the image
+`animals/cat/1.jpg` has the class `animals/cat` and the superclass `animals`. Images may have any size and mode, and any
+format in `image_decoding.FORMATS`. By default, the central square of each image is resized to 84 × 84 pixels in RGB.
 
 If at least two of the folders train, validation (or val, valid) and test exist, they are the splits of the classes. If
 only one of them exists, it is the whole data set. Without splits, the classes are split at random: 64 % train, 16 %
@@ -77,7 +77,8 @@ def open_source(root: Path) -> ImageSource:
         classes[ClassInfo(name, name.rpartition("/")[0] or "all", split_of[split_folder])] = images
     if not classes:
         raise InputError(
-            f"{root} has no folders of images. Make a folder for each class there, with its images inside."
+            f"{root} has no folders of images. Make one subfolder per class there, and put the images of the class "
+            "into it."
         )
     description = "folders of images" + (f", split into {', '.join(split_of.values())}" if "" not in split_of else "")
     source = source_from_files(description, classes, lambda name: read_image_file(root / name), class_folders.notes)

@@ -31,10 +31,8 @@ FORMAT = 1  # version in the cache file name; increase it if the images are draw
 IMAGES_PER_CHARACTER = 20
 IMAGE_SIZE = 28
 MAX_ARRAY_BYTES = 2**26  # per array in the cache file; the images are 18 MB
-COMPRESSIONS = (
-    zipfile.ZIP_STORED,
-    zipfile.ZIP_DEFLATED,
-)  # with other methods, zipfile does not limit the unpacked size
+# With other compression methods, zipfile does not limit the unpacked size.
+COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 _FRAME_SIZE = 84  # width and height of the frame in which a shape is drawn before it is deformed, in pixels
 _SHAPE_SIZE = 60  # max(width, height) of the shape in the frame, in pixels
 
@@ -137,7 +135,7 @@ class _Character(NamedTuple):
     alphabet: int  # index in `ALPHABETS`
     code: int
     shapes: NDArray[np.uint8]  # (fonts, _FRAME_SIZE, _FRAME_SIZE), for the fonts that contain the character
-    regular_count: int  # the first `regular_count` shapes are from regular fonts, or it is one bold shape
+    regular_count: int  # the first `regular_count` shapes are from regular fonts; 1 if all shapes are from bold fonts
 
 
 def _draw(seed: int) -> LabeledImages:
@@ -146,7 +144,7 @@ def _draw(seed: int) -> LabeledImages:
 
     characters = _remove_lookalikes(_candidates())
     # Render 32 characters at once, because many small PyTorch operations are slow.
-    batches = [characters[first : first + 32] for first in range(0, len(characters), 32)]
+    batches = [characters[start : start + 32] for start in range(0, len(characters), 32)]
     images = []
     for batch in track(batches, "Drawing glyphs", console=Console(stderr=True), transient=True):
         parameters = zip(*(_sample_render_parameters(character, seed) for character in batch))
@@ -182,8 +180,8 @@ def _candidates() -> list[_Character]:
     fonts = [ImageFont.truetype(path, 96, layout_engine=ImageFont.Layout.BASIC) for path in paths]
     candidates = []
     for index, alphabet in enumerate(ALPHABETS):
-        for first, _, last in (code_range.partition("-") for code_range in alphabet.ranges.split()):
-            for code in range(int(first, 16), int(last or first, 16) + 1):
+        for first_code, _, last_code in (code_range.partition("-") for code_range in alphabet.ranges.split()):
+            for code in range(int(first_code, 16), int(last_code or first_code, 16) + 1):
                 shapes = [_draw_shape(font, code) for font, charmap in zip(fonts, charmaps) if code in charmap]
                 if shapes and all(shape.any() for shape in shapes):
                     regular_count = sum(code in charmap for charmap in charmaps[: len(REGULAR)])
@@ -209,7 +207,7 @@ def _draw_shape(font: FreeTypeFont, code: int) -> NDArray[np.uint8]:
 
 
 def _remove_lookalikes(candidates: list[_Character]) -> list[_Character]:
-    """Remove each character that looks like an earlier character in a regular font.
+    """Remove each character that, in a regular font, looks like an earlier character of the list.
 
     Shapes are compared at half resolution. Two shapes look alike if in each of them, at most `tolerance` foreground
     pixels are more than `distance` pixels away from the other shape. All shapes are scaled to equal size, so upper and
@@ -223,11 +221,11 @@ def _remove_lookalikes(candidates: list[_Character]) -> list[_Character]:
     is_near = conv2d((foreground > 0.35).float(), disc[None, None], padding=distance) > 0
     foreground, is_far = foreground.flatten(1), (~is_near).float().flatten(1)
     character_of = torch.arange(len(candidates)).repeat_interleave(torch.tensor([c.regular_count for c in candidates]))
-    far_pixels = foreground @ is_far.T  # entry (i, j): foreground of shape i that is far from shape j
+    far_pixels = foreground @ is_far.T  # entry (i, j): number of foreground pixels of shape i that are far from shape j
     shapes_alike = torch.maximum(far_pixels, far_pixels.T) <= tolerance
     characters_alike = torch.zeros(len(candidates), len(candidates), dtype=torch.bool)
-    first, second = shapes_alike.nonzero(as_tuple=True)
-    characters_alike[character_of[first], character_of[second]] = True
+    rows, columns = shapes_alike.nonzero(as_tuple=True)
+    characters_alike[character_of[rows], character_of[columns]] = True
     return [character for index, character in enumerate(candidates) if not characters_alike[index, :index].any()]
 
 
@@ -247,8 +245,8 @@ def _sample_render_parameters(character: _Character, seed: int) -> tuple[NDArray
 
     inside = character.shapes > 127
     distance = np.stack([distance_transform_edt(shape) - distance_transform_edt(~shape) for shape in inside])
-    # Half the stroke width is about twice the mean distance inside the strokes. Below 1.8, strokes would be thinner
-    # than a pixel of the final image.
+    # Half the stroke width is about twice the mean distance inside the strokes. If it were below 1.8, strokes would be
+    # thinner than a pixel of the final image.
     half_width = 2 * np.array([values[shape].mean() for values, shape in zip(distance, inside)])
     font = rng.integers(len(distance), size=IMAGES_PER_CHARACTER)
     widening = np.maximum(uniform(-0.8, 1.6), 1.8 - half_width[font])

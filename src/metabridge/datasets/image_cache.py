@@ -54,7 +54,7 @@ from metabridge.errors import InputError
 from metabridge.files import atomic_writer
 
 FORMAT = 2  # version in the file names; increase it if the stored data changes, or data sets are read differently
-# Up to these limits, which take about a second, a fingerprint hashes file contents; above them, modification times.
+# A fingerprint hashes file contents up to these limits, which takes about a second, and modification times above them.
 MAX_HASHED_FILES, MAX_HASHED_BYTES = 64, 2**30
 MAX_PART_AGE = 24 * 3600  # in seconds; older temporary files (*.part) are treated as abandoned
 MAX_WRITES = 3  # number of attempts to write an entry, because other processes may write the same entry
@@ -207,8 +207,8 @@ def load_or_decode(
 ) -> CachedImages:
     """Return the images of a data set from the cache, after decoding and storing them if necessary.
 
-    The data set is decoded if its entry is missing or damaged, or if an image was skipped for a reason that may be
-    temporary.
+    The data set is decoded if its cache entry is missing or damaged, or if an image was skipped for a reason that may
+    be temporary.
 
     Args:
         name: The name of the data set, used in file names.
@@ -257,7 +257,7 @@ def _digest(file: str) -> str:
         return "unreadable"
 
 
-# Stored since version 0.1.0: the keys of the index, such as "form" (description), "same" (duplicates) and "blocks"
+# The keys of the index are those of version 0.1.0, such as "form" (description), "same" (duplicates) and "blocks"
 # (checksums of the pixels).
 
 
@@ -403,9 +403,12 @@ def cache_writer(file: Path) -> Iterator[BinaryIO]:
 
 
 def _remove_abandoned_parts(file: Path) -> None:
-    """Remove old temporary files by age, because their writer may still run on another machine."""
+    """Remove the temporary files of a cache file that are older than `MAX_PART_AGE`.
+
+    A newer file may belong to a process that is still writing it, possibly on another machine.
+    """
     for pattern in (f".{file.name[:40]}.*.part", f"{file.name}.*.part"):  # version 0.1.0 used the second pattern
-        for part in file.parent.glob(pattern):
+        for temporary_file in file.parent.glob(pattern):
             with contextlib.suppress(FileNotFoundError):
-                if time.time() - part.stat().st_mtime > MAX_PART_AGE:
-                    part.unlink()
+                if time.time() - temporary_file.stat().st_mtime > MAX_PART_AGE:
+                    temporary_file.unlink()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Result = TypeVar("Result")
-CHUNK_SIZE = 16  # images per job of a thread
+CHUNK_SIZE = 16  # number of images that a thread decodes per job
 # Decoding photographs scales with the number of threads. Images of about 100 × 100 pixels decode fastest with two
 # threads; with 16, contention for Python's interpreter lock makes decoding slower.
 MAX_THREADS = 8
@@ -141,7 +141,8 @@ def _convert(image: Image, channels: int) -> Image:
     if image.mode.startswith("I"):
         integers = np.asarray(image).astype(np.int32)
         _check_pixel_range(integers, 65535)
-        integers += 128  # in-place, because the array may be large
+        # Divide by 257, so that 65535 becomes 255, and round. In-place, because the array may be large.
+        integers += 128
         integers //= 257
         image = Image.fromarray(integers.astype(np.uint8))
     elif image.mode == "F":
@@ -170,7 +171,7 @@ def decode(content: Content, options: DecodeOptions) -> NDArray[np.uint8]:
     from PIL.Image import Resampling
 
     image = open_image(content)
-    if options.crop:  # likely a photograph, and JPEG decodes large photographs faster at reduced resolution
+    if options.crop:  # likely a large photograph, which a JPEG decoder reads faster at reduced resolution
         image.draft(None, (4 * options.size, 4 * options.size))
     image = to_8_bit(image, options.channels)
     width, height = image.size

@@ -38,8 +38,8 @@ class RawImage(NamedTuple):
     Args:
         name: The name shown in messages, such as its path.
         label: The index of its class.
-        content: The bytes of the image file, a function that reads them, or pixels. With a function, an unreadable
-            file raises its error during decoding, where it is reported with its name. Pixels are uint8 of shape
+        content: The bytes of the image file, a function that reads them, or pixels. With a function, errors in reading
+            the file occur during decoding, which reports them with the name of the image. Pixels are uint8 of shape
             (height, width) or (height, width, 3).
     """
 
@@ -62,7 +62,7 @@ class ImageSource:
 
     Args:
         description: A description of the files, such as "folders of images".
-        classes: The classes; the label of an image is an index in them.
+        classes: The classes; the label of an image is an index into this tuple.
         total: The number of images.
         images: A function that iterates over the images.
         notes: Remarks for the user on how the files were read.
@@ -81,7 +81,9 @@ def source_from_files(
     read: Callable[[str], bytes],
     notes: tuple[str, ...] = (),
 ) -> ImageSource:
-    """Return the source of the images in files; `read` returns the content of a file, given its name.
+    """Return an `ImageSource` for image files.
+
+    `classes` maps each class to the names of its files, and `read` returns the content of a file, given its name.
 
     >>> source = source_from_files("a toy", {ClassInfo("cat", "animals", "train"): ["cat/1.png"]}, read=str.encode)
     >>> [(image.name, image.label) for image in source.images()]
@@ -118,9 +120,9 @@ def find_class_folders(root: Path, subfolders: Sequence[str] = ("",)) -> ClassFo
     {'trees/elm': [], 'trees/oak': ['trees/oak/1.png']}
     """
     start_folders = [root / subfolder for subfolder in subfolders]
-    repeated: list[tuple[Path, Path]] = []
+    repeated_paths: list[tuple[Path, Path]] = []
     classes: dict[Path, list[str]] = {}
-    for folder, inner_folders, files in walk_folders(start_folders, repeated):
+    for folder, inner_folders, files in walk_folders(start_folders, repeated_paths):
         images = [name for name in files if Path(name).suffix.lower() in IMAGE_SUFFIXES]
         if folder not in start_folders and (images or not inner_folders):
             classes[folder.relative_to(root)] = images
@@ -129,19 +131,21 @@ def find_class_folders(root: Path, subfolders: Sequence[str] = ("",)) -> ClassFo
     for folder in sorted(classes, key=lambda path: (order.get(path.parts[0], 0), path.parts)):
         name = folder.as_posix()
         paths[name] = [f"{name}/{image}" for image in classes[folder]]
-    skipped = [f"{link.relative_to(root)} (the same folder as {path.relative_to(root)})" for link, path in repeated]
+    skipped = [
+        f"{link.relative_to(root)} (the same folder as {path.relative_to(root)})" for link, path in repeated_paths
+    ]
     note = f"skipped links to folders that are read under another path: {join_names(skipped)}."
     return ClassFolders(paths, (note,) if skipped else ())
 
 
 def walk_folders(
-    start_folders: Iterable[Path], repeated: list[tuple[Path, Path]] | None = None
+    start_folders: Iterable[Path], repeated_paths: list[tuple[Path, Path]] | None = None
 ) -> Iterator[tuple[Path, list[str], list[str]]]:
     """Yield the path, the names of subfolders and the names of files of each folder at or below `start_folders`.
 
     Hidden files and folders are omitted. Each folder is visited once, and links to folders are followed last, so
     a folder below `start_folders` is visited under its path rather than through a link. If another path leads to the
-    same folder, `(other path, first path)` is appended to `repeated`.
+    same folder, `(other path, first path)` is appended to `repeated_paths`.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as root:
@@ -155,16 +159,16 @@ def walk_folders(
         folder = folders.popleft() if folders else links.popleft()
         try:
             status = os.stat(folder)
-            first = visited.setdefault((status.st_dev, status.st_ino), folder)
-            if first is not folder:
-                if repeated is not None:
-                    repeated.append((folder, first))
+            first_path = visited.setdefault((status.st_dev, status.st_ino), folder)
+            if first_path is not folder:
+                if repeated_paths is not None:
+                    repeated_paths.append((folder, first_path))
                 continue
             with os.scandir(folder) as entries:
-                visible = sorted(
+                visible_entries = sorted(
                     (entry for entry in entries if not _is_hidden(entry.name)), key=lambda entry: entry.name
                 )
-            subfolders = [entry for entry in visible if _is_folder(entry)]
+            subfolders = [entry for entry in visible_entries if _is_folder(entry)]
         except OSError as error:
             raise reading_error(folder, error) from error
         for entry in subfolders:
@@ -172,7 +176,7 @@ def walk_folders(
         yield (
             folder,
             [entry.name for entry in subfolders],
-            [entry.name for entry in visible if entry not in subfolders],
+            [entry.name for entry in visible_entries if entry not in subfolders],
         )
 
 
@@ -231,6 +235,7 @@ def assign_splits(classes: Sequence[ClassInfo], seed: int = 0) -> tuple[ClassInf
     order = [order[position] for position in np.random.default_rng(seed).permutation(len(order))]
     split_of: dict[int, str] = {}
     for split in ("test", "validation"):
+        # At least one class, if that leaves one for training and, given three or more classes, one for validation.
         minimum = 1 if len(order) > 1 + (split == "test" and len(classes) > 2) else 0
         for _ in range(max(round(SPLIT_FRACTIONS[split] * len(classes)), minimum)):
             split_of[order.pop()] = split
@@ -251,18 +256,19 @@ def merge_image_splits(source: ImageSource) -> ImageSource:
     splits_of: dict[tuple[str, str], list[str]] = {}
     for name, superclass, split in source.classes:
         splits_of.setdefault((name, superclass), []).append(split)
-    shared = [name for (name, _), splits in splits_of.items() if len(splits) > 1]
+    shared_names = [name for (name, _), splits in splits_of.items() if len(splits) > 1]
     splits = {info.split for info in source.classes}
-    if not shared and len(splits) > 1 and "" not in splits:
+    if not shared_names and len(splits) > 1 and "" not in splits:
         return source
     merged_label = {key: label for label, key in enumerate(splits_of)}
     new_labels = [merged_label[name, superclass] for name, superclass, _ in source.classes]
     notes = source.notes
-    if shared:
-        first, second, *_ = next(splits for splits in splits_of.values() if len(splits) > 1)
+    if shared_names:
+        first_split, second_split, *_ = next(splits for splits in splits_of.values() if len(splits) > 1)
         notes += (
-            f"class '{shared[0]}' is in the splits '{first}' and '{second}', so these are splits of images, not of "
-            "classes: the images of each class are merged, and the classes are split at random by the seed.",
+            f"class '{shared_names[0]}' is in the splits '{first_split}' and '{second_split}', so these are "
+            "splits of images, not of classes: the images of each class are merged, and the classes are split at "
+            "random by the seed.",
         )
     return replace(
         source,
@@ -402,13 +408,14 @@ def parse_uint8(file: object, key: str, values: Any) -> NDArray[np.uint8]:
     metabridge.errors.InputError: train has 300 in data, but expected integers from 0 to 255. Download ...
     """
     if not isinstance(values, np.ndarray) or values.dtype.kind not in "biuf":
-        raise InputError(f"{file} has no array of numbers {key}. Download the file again.")
+        raise InputError(f"{file} has no numeric array {key}. Download the file again.")
     if values.dtype == np.uint8:
         return values
-    wrong = ~((values >= 0) & (values <= 255) & (values == np.floor(values)))
-    if wrong.any():
+    is_invalid = ~((values >= 0) & (values <= 255) & (values == np.floor(values)))
+    if is_invalid.any():
         raise InputError(
-            f"{file} has {values[wrong][0]} in {key}, but expected integers from 0 to 255. Download the file again."
+            f"{file} has {values[is_invalid][0]} in {key}, but expected integers from 0 to 255. "
+            "Download the file again."
         )
     return values.astype(np.uint8)
 

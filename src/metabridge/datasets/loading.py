@@ -25,8 +25,8 @@ class DatasetReader(NamedTuple):
         decode_options: The usual size, channels and preprocessing of the data set's images.
         matches: Returns whether a path contains the data set.
         list_files: Returns the files of the data set, for its fingerprint.
-        open_source: Returns its classes and undecoded images.
-        options: The arguments of `load` that this data set accepts, but not all data sets do.
+        open_source: Returns the classes and undecoded images of the data set.
+        options: Arguments of `load` that only some data sets accept, this one included.
     """
 
     decode_options: DecodeOptions
@@ -80,13 +80,15 @@ def load(
     Args:
         name: The name of a data set ("glyphs" or a key of `DATASETS`), a path, whose format is detected, or both as
             "NAME:PATH", such as "omniglot:data/omniglot".
-        root: The folder or file of the data set, if `name` is a name; for "glyphs", the cache folder.
+        root: The folder or file of the data set; needed only if `name` contains no path. For "glyphs", the cache
+            folder.
         size: Width and height of the images in pixels. Default: the usual size of the data set.
         channels: 1 (gray) or 3 (RGB). Default: the usual number for the data set.
         strict: Raise an error instead of skipping unreadable images and classes without a readable image.
         min_images: Omit classes with fewer images from all splits.
         rotations: Add each class of Omniglot rotated by 90°, 180° and 270° as three further classes.
-        seed: The seed for splitting classes of folders and parquet files without splits, and for drawing the glyphs.
+        seed: For folders and parquet files without splits, the seed of the random split of the classes. For "glyphs",
+            the seed for drawing the images.
 
     Returns:
         The images, with their classes and splits.
@@ -98,7 +100,7 @@ def load(
     True
     >>> load("omniglot", "nowhere")
     Traceback (most recent call last):
-    metabridge.errors.InputError: nowhere does not exist. Use the path of the data set.
+    metabridge.errors.InputError: nowhere does not exist. Check the path.
     """
     name, root = parse_name(name, root)
     if min_images is not None:
@@ -130,11 +132,11 @@ def detect(path: str | Path) -> str:
         A key of `DATASETS`.
 
     Raises:
-        InputError: The path does not exist or contains no known data set.
+        InputError: The path does not exist or contains no recognized data set.
 
     >>> detect("nowhere")
     Traceback (most recent call last):
-    metabridge.errors.InputError: nowhere does not exist. Use the path of the data set.
+    metabridge.errors.InputError: nowhere does not exist. Check the path.
     """
     existing = existing_path("the data set", path)
     with reading_errors(existing):
@@ -145,12 +147,12 @@ def detect(path: str | Path) -> str:
     formats = ", ".join(list(DATASETS)[:-2])
     if is_file:
         raise InputError(
-            f"{path} is a file of no known format: not {formats} or parquet. "
-            "Pass a folder with one subfolder of images per class."
+            f"{path} is not a recognized file. Supported formats: {formats} and parquet. "
+            "You can also pass a folder with one subfolder of images per class."
         )
     raise InputError(
-        f"{path} contains no known data set: not {formats}, no parquet files, and no folders "
-        "of images. Make a folder for each class there, with its images inside."
+        f"{path} contains no recognized data set. Supported formats: {formats}, parquet and folders of images. "
+        "For folders of images, make one subfolder per class there, and put the images of the class into it."
     )
 
 
@@ -191,19 +193,19 @@ def existing_path(name: str, root: str | Path | None) -> Path:
 
     >>> existing_path("omniglot", None)
     Traceback (most recent call last):
-    metabridge.errors.InputError: omniglot needs the folder that contains it. Use omniglot:FOLDER.
+    metabridge.errors.InputError: the path of omniglot is missing. Use omniglot:FOLDER.
     """
     if root is None:
-        raise InputError(f"{name} needs the folder that contains it. Use {name}:FOLDER.")
+        raise InputError(f"the path of {name} is missing. Use {name}:FOLDER.")
     path = Path(root)
     with reading_errors(path):
         if not path.exists():
-            raise InputError(f"{root} does not exist. Use the path of the data set.")
+            raise InputError(f"{root} does not exist. Check the path.")
     return path
 
 
 def override_options(options: DecodeOptions, size: int | None, channels: int | None) -> DecodeOptions:
-    """Return decoding options with another size or number of channels, unless these are None.
+    """Return the decoding options with `size` and `channels` replaced if they are not None.
 
     >>> override_options(DecodeOptions(size=84, channels=3), 32, None)
     DecodeOptions(size=32, channels=3, crop=False, invert=False)
@@ -220,7 +222,7 @@ def override_options(options: DecodeOptions, size: int | None, channels: int | N
 def _with_load_arguments(
     images: LabeledImages, name: str, root: str | Path | None, options: Mapping[str, object], min_images: int | None
 ) -> LabeledImages:
-    """Attach the arguments with which `load` returns the same images again."""
+    """Store the arguments of `load` in the images, so that the same images can be loaded again later."""
     nondefault = {
         option: value
         for option, value in {**options, "min_images": min_images}.items()

@@ -35,8 +35,8 @@ from metabridge.datasets.safe_unpickle import unpickle
 from metabridge.errors import InputError
 
 DECODE_OPTIONS = DecodeOptions(size=84, channels=3)
-CLASSES = 100
-SPLIT_OF_FILE = {"train": "train", "val": "validation", "test": "test"}  # by the name of the split in file names
+NUM_CLASSES = 100
+SPLIT_OF_FILE = {"train": "train", "val": "validation", "test": "test"}  # split name in file names -> split
 
 
 def matches(root: Path) -> bool:
@@ -49,7 +49,7 @@ def matches(root: Path) -> bool:
         return True
     shards = parquet.list_files(root) if root.is_dir() else []
     names = parquet.class_names(shards[0]) if shards else None
-    return names is not None and len(names) == CLASSES and all(re.fullmatch(r"n\d{8}", name) for name in names)
+    return names is not None and len(names) == NUM_CLASSES and all(re.fullmatch(r"n\d{8}", name) for name in names)
 
 
 def list_files(root: Path) -> list[Path]:
@@ -121,7 +121,7 @@ def _source_from_csv(root: Path, csv_files: dict[str, Path]) -> ImageSource:
 
 
 def _source_from_pickles(pickles: dict[str, Path]) -> ImageSource:
-    """Return the source of pickled dictionaries.
+    """Return an `ImageSource` for pickled dictionaries.
 
     `image_data` has shape (n, 84, 84, 3), and `class_dict` maps each class to the rows of its images.
     """
@@ -152,12 +152,12 @@ def _read_pickle(file: Path) -> tuple[NDArray[np.uint8], dict[str, list[int]]]:
     if not isinstance(classes, dict):
         raise InputError(f"{file} has no class_dict with the rows of each class. Download the file again.")
     rows_of: dict[str, list[int]] = {}
-    remaining = len(images)
+    images_left = len(images)
     for name, rows in classes.items():
         row_list = parse_indices(file, f"class_dict[{short_repr(name)}]", rows, len(images))
         rows_of[decode_text(name)] = row_list
-        remaining -= len(row_list)
-        if remaining < 0:  # a small pickle may refer to one long list many times
+        images_left -= len(row_list)
+        if images_left < 0:  # a small pickle may refer to one long list many times
             raise InputError(
                 f"{file} has more rows in class_dict than its {len(images)} images. Download the file again."
             )

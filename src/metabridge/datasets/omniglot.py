@@ -28,6 +28,7 @@ from metabridge.errors import InputError
 DECODE_OPTIONS = DecodeOptions(size=28, channels=1, invert=True)
 SUBSETS = ("images_background", "images_evaluation")
 MAX_DRAWING_BYTES = 2**24  # the drawings of Omniglot are a few hundred bytes each
+# With other compression methods, zipfile does not limit the unpacked size.
 COMPRESSIONS = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
 MAX_COMPRESSION = 100  # the largest plausible ratio of unpacked to packed size for an archive of drawings
 
@@ -80,6 +81,7 @@ def open_source(root: Path) -> ImageSource:
         subset, _, name = path.partition("/")
         drawings_of[subset][name] = [drawing.removeprefix(f"{subset}/") for drawing in drawings]
     alphabets = sorted({name.split("/")[0] for name in drawings_of["images_background"]})
+    # The last sixth is for validation, but at least one alphabet if there are two or more.
     validation_alphabets = set(alphabets[len(alphabets) - max(len(alphabets) // 6, len(alphabets) > 1) :])
     classes = {}
     for subset in SUBSETS:
@@ -109,7 +111,7 @@ def _open_archive(file: Path) -> zipfile.ZipFile:
             f"{file} unpacks from {file.stat().st_size / 2**20:.1f} MiB to {unpacked / 2**20:.0f} MiB, which is too "
             "much for an archive of drawings. Do not trust this file."
         )
-    if any(info.compress_type not in COMPRESSIONS for info in archive.infolist()):  # zipfile does not limit others
+    if any(info.compress_type not in COMPRESSIONS for info in archive.infolist()):
         raise InputError(f"{file} uses an unsupported compression method. Pack it again with the method deflate.")
     return archive
 

@@ -42,7 +42,7 @@ LABEL_COLUMNS = ("label", "labels", "fine_label")
 MAX_BATCH_ROWS = 32  # rows read at once
 MAX_BATCH_BYTES = 2**28  # memory that these rows may take
 MAX_COMPRESSION = 100  # the largest plausible ratio of unpacked to packed size for files of images
-FREE_BYTES = 2**26  # unpacked bytes that every file may have in addition
+BASE_UNPACKED_BYTES = 2**26  # the unpacked size is limited to this plus `MAX_COMPRESSION` times the packed size
 
 
 def matches(root: Path) -> bool:
@@ -122,7 +122,7 @@ def _read_images(shard: Path, shard_name: str, labels: list[int | None]) -> Iter
         group_bytes = [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
         # A row may be as large as its row group, because all rows of a group may share one stored image.
         batch_rows = max(1, min(MAX_BATCH_ROWS, MAX_BATCH_BYTES // max([1, *group_bytes])))
-        remaining = FREE_BYTES + MAX_COMPRESSION * shard.stat().st_size
+        bytes_left = BASE_UNPACKED_BYTES + MAX_COMPRESSION * shard.stat().st_size
         for batch in file.iter_batches(batch_rows, columns=[column]):
             for value in batch.column(0).to_pylist():
                 label, content = labels[row], value
@@ -132,9 +132,9 @@ def _read_images(shard: Path, shard_name: str, labels: list[int | None]) -> Iter
                     content = value.get("bytes")
                     if content is None and value.get("path"):
                         content = partial(read_image_file, _external_image(shard, value["path"]))
-                remaining -= len(content) if isinstance(content, bytes) else 0
-                if remaining < 0:
-                    raise ValueError("its images take far more memory than its size")
+                bytes_left -= len(content) if isinstance(content, bytes) else 0
+                if bytes_left < 0:
+                    raise ValueError("its images are far larger than the file itself")
                 if label is not None:
                     is_content = isinstance(content, bytes | partial)
                     yield RawImage(f"{shard_name}: {image_name}", label, content if is_content else b"")
@@ -144,7 +144,8 @@ def _read_images(shard: Path, shard_name: str, labels: list[int | None]) -> Iter
 def _external_image(shard: Path, name: object) -> Path:
     """Return the path of an image file that a row refers to; raise `InputError` if it does not exist.
 
-    A missing image is not merely skipped, because the fingerprint of the data set does not change when it is added.
+    A missing image is an error rather than skipped: if it were added later, the fingerprint of the data set would not
+    change, and the cached data set would still lack the image.
     """
     file = path_inside(shard.parent, name, shard)
     if not file.exists():
@@ -156,16 +157,16 @@ def _row_class_names(shard: Path) -> list[str | None]:
     """Return the class name of every row, or None for a row without a label."""
     schema = _open_parquet(shard).schema_arrow
     column = _find_column(shard, schema, LABEL_COLUMNS)
-    nested = schema.field(schema.names.index(column)).type.num_fields > 0
+    is_nested = schema.field(schema.names.index(column)).type.num_fields > 0
     declared_names = class_names(shard)
     values: list[Any] = []
     with _parquet_errors(shard):
         # Read labels as a dictionary, so that a long name that many rows share is in memory only once.
-        file = _open_parquet(shard, read_dictionary=[] if nested else [column])
+        file = _open_parquet(shard, read_dictionary=[] if is_nested else [column])
         for chunk in file.read(columns=[column]).column(0).chunks:
             if hasattr(chunk, "dictionary"):
-                distinct = chunk.dictionary.to_pylist()
-                values += [None if index is None else distinct[index] for index in chunk.indices.to_pylist()]
+                distinct_labels = chunk.dictionary.to_pylist()
+                values += [None if index is None else distinct_labels[index] for index in chunk.indices.to_pylist()]
             else:
                 values += chunk.to_pylist()
     for value in values:
@@ -183,7 +184,8 @@ def _row_class_names(shard: Path) -> list[str | None]:
         elif declared_names is not None and value >= len(declared_names):
             raise InputError(
                 f"{shard} has {value} in column {column}, but expected integers from 0 to "
-                f"{len(declared_names) - 1}, since it names {len(declared_names)} classes. Download the file again."
+                f"{len(declared_names) - 1}, since its metadata names {len(declared_names)} classes. "
+                "Download the file again."
             )
         else:
             name_of[value] = str(value) if declared_names is None else declared_names[value]
@@ -198,14 +200,14 @@ def _open_parquet(shard: Path, read_dictionary: Sequence[str] = ()) -> Any:
         file, size = pyarrow.parquet.ParquetFile(shard, read_dictionary=list(read_dictionary)), shard.stat().st_size
         rows, groups = file.metadata.num_rows, range(file.metadata.num_row_groups)
         unpacked = sum(file.metadata.row_group(group).total_byte_size for group in groups)
-        if not 0 <= rows <= size or not 0 <= unpacked <= FREE_BYTES + MAX_COMPRESSION * size:
+        if not 0 <= rows <= size or not 0 <= unpacked <= BASE_UNPACKED_BYTES + MAX_COMPRESSION * size:
             raise ValueError(f"it has {size} bytes, but declares {rows} rows of {unpacked} bytes in total")
         return file
 
 
 @contextlib.contextmanager
 def _parquet_errors(shard: Path) -> Iterator[None]:
-    """Convert errors in the block, which damaged files cause, into `InputError`."""
+    """Convert errors that a damaged file causes in the block into `InputError`."""
     try:
         yield
     except InputError:
@@ -228,5 +230,5 @@ def _find_column(shard: Path, schema: Any, candidates: tuple[str, ...]) -> str:
 
 def _split_from_name(path: str) -> str:
     """Return the last split name in the path of a file, or an empty string if there is none."""
-    words = [SPLIT_NAMES[word] for word in re.split(r"[^a-z]+", path.lower()) if word in SPLIT_NAMES]
-    return words[-1] if words else ""
+    splits = [SPLIT_NAMES[word] for word in re.split(r"[^a-z]+", path.lower()) if word in SPLIT_NAMES]
+    return splits[-1] if splits else ""

@@ -21,7 +21,7 @@ MAX_MEMO_INDEX = 2**26  # or the size of the pickle, if that is larger
 BASE_RESULT_BYTES = 2**24  # the size of the result is limited to this plus four times the size of the pickle
 BASE_MEMORY = 2**28  # the memory for reading is limited to this many bytes plus four times the size of the pickle
 REFERENCE_BYTES = 8  # the memory of a reference in a container
-OBJECT_BYTES = 100  # the approximate memory of an empty container or of an entry of the memo
+OBJECT_BYTES = 100  # the approximate memory of an empty container or a memo entry
 
 
 def unpickle(data: bytes, name: str) -> Any:
@@ -137,7 +137,7 @@ class _Reader:
             if size > self._max_result_bytes:
                 raise ValueError("it refers to the same data too many times")
 
-    # Parts of several instructions.
+    # Helpers of several instructions.
 
     def _read_bytes(self, count: int) -> bytes:
         start, end = self._position, self._position + count
@@ -166,7 +166,7 @@ class _Reader:
     def _use_memory(self, count: int) -> None:
         self._memory_left -= count
         if self._memory_left < 0:
-            raise ValueError("it would take far more memory than its size")
+            raise ValueError("reading it would take far more memory than the size of the pickle")
 
     def _push(self, value: Any) -> None:
         self._stack.append(value)
@@ -313,18 +313,18 @@ def _parse_dtype(code: str) -> np.dtype[Any]:
 
 
 def _make_array(raw: bytes, dtype: np.dtype[Any], shape: tuple[Any, ...], order: Any = "C") -> NDArray[Any]:
-    if len(shape) > MAX_DEPTH // 2 or not all(type(side) is int and side >= 0 for side in shape):
+    if len(shape) > MAX_DEPTH // 2 or not all(type(length) is int and length >= 0 for length in shape):
         raise ValueError("it has an array of an invalid shape")
     count = 1
-    for side in shape:
-        count *= side
+    for length in shape:
+        count *= length
     if count * dtype.itemsize != len(raw) or not dtype.itemsize:
         raise ValueError(f"it has an array of {len(raw)} bytes, but its shape and dtype need {count * dtype.itemsize}")
     return np.frombuffer(raw, dtype).reshape(shape, order="F" if order == "F" else "C")
 
 
 def _transpose(array: NDArray[Any], order: Any, axes: list[Any]) -> NDArray[Any]:
-    """Return an array of protocol 5 with transposed axes if the axes of its buffer are in another order."""
+    """Transpose an array of protocol 5 whose buffer stores the axes in another order; return others unchanged."""
     return array.transpose(axes[0]) if order == "K" and axes and isinstance(axes[0], tuple) else array
 
 

@@ -41,12 +41,12 @@ from metabridge.datasets.splits import read_split_table
 from metabridge.errors import InputError
 
 DECODE_OPTIONS = DecodeOptions(size=84, channels=3)
-SPLIT_OF_FILE = {"train": "train", "val": "validation", "test": "test"}  # by the name of the split in file names
+SPLIT_OF_FILE = {"train": "train", "val": "validation", "test": "test"}  # split name in file names -> split
 MAX_CLASSES = 100_000  # in files without class names
 
 
 def matches(root: Path) -> bool:
-    """Return whether a folder contains the pickles, or split folders with only classes of tiered-ImageNet.
+    """Return whether a folder contains the pickles, or split folders that contain only classes of tiered-ImageNet.
 
     >>> matches(Path("nowhere"))
     False
@@ -96,10 +96,10 @@ def _pickle_files(root: Path) -> dict[str, tuple[Path, Path]]:
 
 
 def _has_class_folders(root: Path) -> bool:
-    known = {(split, name) for split, name, _ in read_split_table("tiered_imagenet")}
+    known_classes = {(split, name) for split, name, _ in read_split_table("tiered_imagenet")}
     splits = split_folders(root)
-    present = {(split, path.name) for split, folder in splits.items() for path in folder.iterdir() if path.is_dir()}
-    return bool(present) and present <= known
+    classes = {(split, path.name) for split, folder in splits.items() for path in folder.iterdir() if path.is_dir()}
+    return bool(classes) and classes <= known_classes
 
 
 def _source_from_folders(root: Path) -> ImageSource:
@@ -133,8 +133,8 @@ def _source_from_pickles(pickles: dict[str, tuple[Path, Path]]) -> ImageSource:
             class_numbers = labels[split][0]
             if not isinstance(contents, list) or len(contents) != len(class_numbers):
                 raise InputError(
-                    f"{file} is not a list of {len(class_numbers)} images, the number of labels. "
-                    "Use the images and the labels of one download."
+                    f"{file} is not a list of {len(class_numbers)} images, one for each label. "
+                    "Use images and labels of the same download."
                 )
             for row, (content, number) in enumerate(zip(contents, class_numbers)):
                 yield RawImage(f"{file.name}: row {row}", label_of[split, number], _png_bytes(file, row, content))
@@ -172,7 +172,10 @@ def _read_labels(file: Path) -> tuple[list[int], list[int], list[str], list[str]
 
 
 def _read_numbers(file: Path, content: dict[str, Any], key: str) -> tuple[list[int], list[str]]:
-    """Return the number of each image and the names that the numbers index; without names, the numbers as text."""
+    """Return the number of each image and the names that the numbers index.
+
+    If the file has no names, the numbers as text are the names.
+    """
     if f"{key}_str" in content:
         names = parse_names(file, f"{key}_str", content[f"{key}_str"])
         return parse_indices(file, key, content[key], len(names)), names

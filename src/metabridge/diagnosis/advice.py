@@ -19,7 +19,8 @@ from metabridge.progress import track_progress
 from metabridge.solvers import Solver
 from metabridge.training.evaluation import Score, evaluate, select_model
 
-MIN_RATIO = 1.25  # smallest risk ratio, NAL to MAML, for which training with adaptation is recommended
+# Smallest ratio of the risk of non-adaptive learning (NAL) to that of MAML for which adaptation is recommended.
+MIN_RATIO = 1.25
 MIN_RELATIVE_GAIN = 0.001  # smallest relative reduction of the expected loss for which it is recommended
 MIN_AGREEMENT = 0.8  # smallest fraction of bootstrap samples that must give the same recommendation
 NO_GAIN = "training with adaptation is not expected to be worth its cost"
@@ -32,8 +33,8 @@ RIDGES = (0.01, 1.0, 100.0)  # candidate ridges of kernel predictions, relative 
 MIN_RATE_RATIO = 1.5
 # If a larger fraction of the reducible loss remains after an adaptation step, the features limit the accuracy.
 MAX_RESIDUAL_FRACTION = 0.5
-# Costs in gradient evaluations, of a Hessian-vector product and of an inner step that is backpropagated through, which
-# needs a gradient and a Hessian-vector product.
+# Costs, in gradient evaluations, of a Hessian-vector product, and of an inner step through which the outer gradient is
+# backpropagated. Such a step needs a gradient and a Hessian-vector product.
 HESSIAN_VECTOR_COST = 2
 BACKPROPAGATED_STEP_COST = 1 + HESSIAN_VECTOR_COST
 
@@ -136,17 +137,19 @@ def predict_with_kernels(
         The predictions: first the baseline without meta-training, then MTL, ANIL and MAML.
     """
     task_x = environment.sample(1, torch.Generator().manual_seed(seed)).without_split().support_x
-    training = environment.sample(max(2, TRAINING_EXAMPLES // task_x.shape[1]), torch.Generator().manual_seed(seed))
-    prepared_tasks = KernelLearner(kernel, "maml").prepare(training, "training task")
+    count = max(2, TRAINING_EXAMPLES // task_x.shape[1])
+    training_tasks = environment.sample(count, torch.Generator().manual_seed(seed))
+    prepared_tasks = KernelLearner(kernel, "maml").prepare(training_tasks, "training task")
     scale = float(kernel.ntk(prepared_tasks.support_x[0]).diagonal().mean())
-    support_predictor = KernelLearner(kernel, "maml", outer_time=0.0).fit(training)  # ignores the training tasks
+    # With outer time 0 there is no meta-training: the predictions use only the support set.
+    support_predictor = KernelLearner(kernel, "maml", outer_time=0.0).fit(training_tasks)
     baseline = evaluate(support_predictor, environment, tasks=TEST_TASKS, seed=seed + 2)
     # the gain of the baseline is 0 by definition
     predictions = [_kernel_prediction(NO_META_TRAINING, baseline, baseline.minus(baseline))]
     for name in track_progress(KERNEL_METHODS, "kernels", progress):
         options: dict[str, Any] = {"inner_time": 1 / scale} if name == "anil" else {}
         predictors = (
-            KernelLearner(kernel, name, ridge=ridge * scale, test_time=math.inf, **options).fit(training)
+            KernelLearner(kernel, name, ridge=ridge * scale, test_time=math.inf, **options).fit(training_tasks)
             for ridge in RIDGES
         )
         predictor = select_model(predictors, environment, tasks=VALIDATION_TASKS, seed=seed + 1)
@@ -219,10 +222,10 @@ def advise(
     kernel_predictions: tuple[KernelPrediction, ...],
     problems: tuple[str, ...] = (),
 ) -> Advice:
-    """Recommend a method based on the predicted risk ratio, with the reasons for and against it.
+    """Recommend a method based on the predicted risk ratio, and give the reasons for and against it.
 
     Args:
-        prediction: Predicted risks.
+        prediction: Predicted excess risks.
         pretraining_method: Name of the method without adaptation during training.
         adaptive_method: Name of the cheapest method with adaptation during training. MAML replaces it if the kernel
             prediction of MAML is significantly better than that of ANIL.
@@ -251,14 +254,14 @@ def advise(
     if not adapts and prediction.relative_gain.value < MIN_RELATIVE_GAIN:
         reasons.append(f"a loss reduction below {100 * MIN_RELATIVE_GAIN:g} % is negligible, whatever the risk ratio")
     if not ratio.has_upper_bound:
-        unbounded = "the risk after adaptation may be zero, so the risk ratio has no upper bound"
+        unbounded_reason = "the risk after adaptation may be zero, so the risk ratio has no upper bound"
         if ratio.low < MIN_RATIO and prediction.relative_gain.high >= MIN_RELATIVE_GAIN:
             problems += (
-                f"{unbounded}, and the lower end of its interval, {ratio.low:#.3g}, is below {MIN_RATIO:g}: "
+                f"{unbounded_reason}, and the lower end of its interval, {ratio.low:#.3g}, is below {MIN_RATIO:g}: "
                 "sample more tasks",
             )
         else:
-            reasons.append(unbounded)
+            reasons.append(unbounded_reason)
     if agreement < MIN_AGREEMENT:
         problems += (
             f"{100 * adaptive_fraction:.0f} % of bootstrap samples favor training with adaptation and "

@@ -103,20 +103,21 @@ class Diagnosis:
         projected_solutions: Solution of each task, projected to two dimensions.
         groups: Estimates for the hard and the easy tasks.
         distance: Distance R between the centers of the two groups.
-        ratio_limit: 1 + R²/r_H, the limit of the risk ratio as the convergence rate of the hard tasks goes to 0
-            (Collins et al. 2022, corollary 2); None if r_H is 0.
-        nal: Risk of non-adaptive learning (NAL) after the adaptation step, above the noise floor.
-        maml: Risk of MAML after the adaptation step, above the noise floor.
-        ratio: Risk of NAL divided by the risk of MAML.
+        ratio_limit: 1 + R²/r_H with the dispersion r_H of the hard tasks: the limit of the risk ratio as the
+            convergence rate of the hard tasks goes to 0 (Collins et al. 2022, corollary 2); None if r_H is 0.
+        nal: Excess risk of non-adaptive learning (NAL) after the adaptation step: the expected loss minus its part due
+            to label noise.
+        maml: Excess risk of MAML after the adaptation step.
+        ratio: The risk ratio: the excess risk of NAL divided by that of MAML.
         relative_gain: Relative reduction of the expected loss, including label noise, by MAML compared with NAL.
-        residual_fraction: Risk of MAML after the adaptation step, divided by the risk of NAL before it.
+        residual_fraction: Excess risk of MAML after the adaptation step, divided by that of NAL before the step.
         kernel_predictions: Predicted scores of methods at infinite width; empty if no kernel was passed.
         costs: Costs of the compared methods.
         advice: The recommendation.
 
     >>> import metabridge as mb
-    >>> world = mb.environments.HardEasy(rho_hard=0.1, rho_easy=1.0, R=5.0, r_hard=0.5, r_easy=0.5)
-    >>> tasks = mb.environments.LinearTasks(world.landscape, shots=200, queries=50)
+    >>> hard_easy = mb.environments.HardEasy(rho_hard=0.1, rho_easy=1.0, R=5.0, r_hard=0.5, r_easy=0.5)
+    >>> tasks = mb.environments.LinearTasks(hard_easy.landscape, shots=200, queries=50)
     >>> diagnosis = mb.diagnose(tasks, alpha=1.0, tasks=100)
     >>> diagnosis
     Diagnosis('Train with MAML. 100 % of bootstrap samples give the same recommendation.')
@@ -201,7 +202,7 @@ class Diagnosis:
         return "\n".join(lines)
 
     def stability(self) -> str:
-        """Return a text about how many tasks the adaptation step diverges on, and about the values of α·λ_max."""
+        """Return a sentence about the share of tasks on which the adaptation step diverges, and about α·λ_max."""
         products = sorted(self.alpha * curvature for curvature in self.curvatures)
         return (
             f"the step diverges on {100 * self.diverging_share:.1f} % of the tasks (α·λ_max ≥ {DIVERGENCE_LIMIT}); "
@@ -241,8 +242,8 @@ def diagnose(
         groups: How to separate hard and easy tasks: by estimated "hardness", by "superclasses" of images, or by the two
             "parts" of a `Mixture`, of which the first is hard.
         tasks: Number of tasks to sample, at least 10. Half of them are hard if `groups` is not "hardness".
-        alpha: Step size of the adaptation step (default: the inverse of the largest curvature of the groups, but at
-            most 1.9 divided by the largest curvature of a single task).
+        alpha: Step size of the adaptation step (default: 1/λ for the largest eigenvalue λ of the groups' feature
+            covariances, but at most 1.9 divided by the largest eigenvalue of the covariance of any task).
         seed: Seed of the sampled tasks.
         progress: Whether to show a progress bar.
 
@@ -254,8 +255,9 @@ def diagnose(
             covariance is singular.
 
     >>> import metabridge as mb
-    >>> world = mb.environments.HardEasy(rho_hard=0.1, rho_easy=1.0, R=5.0, r_hard=0.5, r_easy=0.5)
-    >>> diagnosis = mb.diagnose(mb.environments.LinearTasks(world.landscape, shots=200, queries=50), alpha=1.0)
+    >>> hard_easy = mb.environments.HardEasy(rho_hard=0.1, rho_easy=1.0, R=5.0, r_hard=0.5, r_easy=0.5)
+    >>> tasks = mb.environments.LinearTasks(hard_easy.landscape, shots=200, queries=50)
+    >>> diagnosis = mb.diagnose(tasks, alpha=1.0)
     >>> diagnosis.advice.method, diagnosis.ratio.low > 1.25
     ('maml', True)
     """
@@ -342,7 +344,7 @@ def _find_problems(
 ) -> tuple[str, ...]:
     """Return the reasons not to trust the prediction, each with a remedy."""
     problems = []
-    heavy_tailed = estimate.heavy_tails()
+    heavy_tailed = estimate.heavy_tailed_variables()
     if heavy_tailed:
         problems.append(
             f"a few values dominate the variance of the {' and of the '.join(heavy_tailed)}, so the variance may be "
@@ -418,7 +420,7 @@ def _hard_probability(environment: Environment) -> float:
 def _sample_moments(
     space: FeatureSpace, parts: tuple[Environment, ...], tasks_per_part: int, seed: int, progress: bool
 ) -> SplitMoments:
-    """Return the moments of tasks sampled from each part, in batches."""
+    """Sample tasks from each part in batches, and return their moments."""
     generator = torch.Generator().manual_seed(seed)
     batches = [
         (part, min(TASKS_PER_BATCH, tasks_per_part - start))

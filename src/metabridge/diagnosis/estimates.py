@@ -1,9 +1,10 @@
 """Estimate the landscape of hard and easy tasks from sampled tasks, and predict risks with closed-form expressions.
 
-The expressions are those of Collins et al. (2022, §3), in `metabridge.theory.landscape`. w* is the solution of a task,
-x are its features, Σ is their covariance E[xxᵀ], and y are its targets. F_m is the expected loss after an adaptation
-step on m samples. The noise floor is the part of F_m that is due to label noise, and the excess risk 𝓔_m is F_m minus
-the noise floor. 𝓔_m is a quadratic form with the matrix Q^{(m)}.
+The risk of MAML is compared with that of non-adaptive learning (NAL), which trains without adaptation. The expressions
+are those of Collins et al. (2022, §3), in `metabridge.theory.landscape`. w* is the solution of a task, x are its
+features, Σ is their covariance E[xxᵀ], and y are its targets. F_m is the expected loss after an adaptation step on m
+samples. The noise floor is the part of F_m that is due to label noise, and the excess risk 𝓔_m is F_m minus the noise
+floor. 𝓔_m is a quadratic form with the matrix Q^{(m)}.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from metabridge.theory.landscape import (
 MIN_TASKS_PER_GROUP = 5
 DIVERGENCE_LIMIT = 2  # a step of size α diverges along an eigenvector with eigenvalue λ if αλ is this or more
 MAX_STEP_TIMES_CURVATURE = 1.9  # upper limit of αλ_max over the tasks for the default step size α
-# Minimum effective sample sizes (tasks, examples) of a group, as fractions of the sample sizes; see `heavy_tails`.
+# Minimum effective sample sizes of a group, as fractions of its numbers of tasks and examples; see
+# `heavy_tailed_variables`.
 MIN_EFFECTIVE_TASKS, MIN_EFFECTIVE_EXAMPLES = 0.1, 0.01
 BOOTSTRAP_SAMPLES = 200
 TINY = 1e-300  # lower limit of denominators, so that 0/0 gives 0
@@ -124,16 +126,17 @@ class Interval:
         """
         return self.low <= true_value <= self.high
 
-    def standardized_error(self, true_value: float) -> float:
-        """Return the true value minus the estimate, divided by the half-width of the interval on that side.
+    def relative_deviation(self, true_value: float) -> float:
+        """Return the true value minus the estimate, as a multiple of the half-width of the interval on that side.
 
         Args:
             true_value: The true value.
 
         Returns:
-            The error. It is between −1 and 1 if the interval contains the true value.
+            The deviation. It is between −1 and 1 if the interval contains the true value.
 
-        >>> Interval(2.0, 1.5, 3.0).standardized_error(2.5), Interval(2.0, 1.5, 3.0).standardized_error(1.0)
+        >>> interval = Interval(2.0, 1.5, 3.0)
+        >>> interval.relative_deviation(2.5), interval.relative_deviation(1.0)
         (0.5, -2.0)
         """
         half_width = self.high - self.value if true_value > self.value else self.value - self.low
@@ -152,12 +155,12 @@ class Interval:
 
 
 class Prediction(NamedTuple):
-    """Risks predicted with closed-form expressions.
+    """Excess risks predicted with closed-form expressions.
 
-    - `risks`: 𝓔_m of NAL and MAML
-    - `ratio`: the risk of NAL divided by the risk of MAML
+    - `risks`: the excess risks 𝓔_m of NAL and MAML
+    - `ratio`: the excess risk of NAL divided by that of MAML
     - `relative_gain`: the relative reduction of the expected loss, 1 − F_m(MAML)/F_m(NAL)
-    - `residual_fraction`: the risk of MAML after the step, divided by the risk of NAL before the step
+    - `residual_fraction`: the excess risk of MAML after the step, divided by that of NAL before the step
     - `bootstrap_ratios`, `bootstrap_relative_gains`: `ratio` and `relative_gain` for each bootstrap sample of the tasks
     """
 
@@ -213,9 +216,9 @@ class LandscapeEstimate:
         set to zero.
         """
         cubes = self.covariances @ self.covariances @ self.covariances
-        fourths = torch.stack([self.moments.fourth[tasks].mean((0, 1)) for tasks in self.group_indices])
-        values, vectors = torch.linalg.eigh(fourths - cubes)
-        return cubes + (vectors * values.clamp_min(0)[..., None, :]) @ vectors.mT  # type: ignore[no-any-return]
+        fourth_moments = torch.stack([self.moments.fourth_moment[tasks].mean((0, 1)) for tasks in self.group_indices])
+        eigenvalues, eigenvectors = torch.linalg.eigh(fourth_moments - cubes)
+        return cubes + (eigenvectors * eigenvalues.clamp_min(0)[..., None, :]) @ eigenvectors.mT  # type: ignore[no-any-return]
 
     def adapted_covariances(self, alpha: float) -> Tensor:
         """Return Q^{(m)} of the hard and of the easy tasks (2, d, d)."""
@@ -236,22 +239,25 @@ class LandscapeEstimate:
         """Return 1/curvature, but at most `MAX_STEP_TIMES_CURVATURE` divided by the largest curvature of any task."""
         return 1 / max(self.curvature, float(largest_curvatures(self.moments).max()) / MAX_STEP_TIMES_CURVATURE)
 
-    def heavy_tails(self) -> tuple[str, ...]:
+    def heavy_tailed_variables(self) -> tuple[str, ...]:
         """Return the variables whose variance is dominated by few tasks or examples, such as "targets of hard tasks".
 
-        The criterion is Kish's effective sample size (Σc)²/Σc² of the squares c of a variable. If the variable is
-        Gaussian, it is n/3 for n samples; if its variance is infinite, it does not grow with n.
+        The criterion is Kish's effective sample size (Σc)²/Σc² of the squares c of a variable, for the examples and for
+        the means of c over each task. If the variable is Gaussian, the effective sample size of n examples is n/3; if
+        its variance is infinite, it does not grow with n.
         """
         squares = _trace(self.moments.covariance), self.moments.target_square
         fourth_powers = self.moments.fourth_powers.unbind(-1)
         heavy_tailed = []
         for group, tasks in zip(("hard", "easy"), self.group_indices):
-            for name, square, fourth in zip(("inputs", "targets"), squares, fourth_powers):
+            for name, square, fourth_power in zip(("inputs", "targets"), squares, fourth_powers):
+                # (Σc)²/Σc² divided by n is E[c]²/E[c²], where E is the mean over n tasks or over n examples.
                 squared_mean = square[tasks].mean().square()
-                task_mean_square, example_mean_square = square[tasks].mean(1).square().mean(), fourth[tasks].mean()
+                mean_square_over_tasks = square[tasks].mean(1).square().mean()
+                mean_square_over_examples = fourth_power[tasks].mean()
                 if (
-                    squared_mean < MIN_EFFECTIVE_TASKS * task_mean_square
-                    or squared_mean < MIN_EFFECTIVE_EXAMPLES * example_mean_square
+                    squared_mean < MIN_EFFECTIVE_TASKS * mean_square_over_tasks
+                    or squared_mean < MIN_EFFECTIVE_EXAMPLES * mean_square_over_examples
                 ):
                     heavy_tailed.append(f"{name} of {group} tasks")
         return tuple(heavy_tailed)
@@ -260,7 +266,7 @@ class LandscapeEstimate:
         """Return the two groups as a `Landscape`, the hard group first.
 
         The solutions of a group have the covariance rI, where r satisfies tr(Q^{(m)}·rI) = tr(Q^{(m)}·S) for the
-        estimated covariance S, or r = 0 if this value is negative. 𝓔_m depends on S only through this trace. S itself
+        estimated covariance S, or r = 0 if this r is negative. 𝓔_m depends on S only through this trace. S itself
         is not used, because the unbiased estimate may have negative eigenvalues.
         """
         groups = []
@@ -271,12 +277,12 @@ class LandscapeEstimate:
         for tasks, covariance, Q, probability in zip(
             self.group_indices, self.covariances, self.adapted_covariances(alpha), probabilities
         ):
-            first, second = self.solutions[tasks].unbind(1)
-            center = (first.mean(0) + second.mean(0)) / 2
-            # The two halves of a task have independent noise, so their product is an unbiased estimate.
-            S = ((first - first.mean(0)).mT @ (second - second.mean(0))) / (len(tasks) - 1)
+            # w* estimated from each half. The halves have independent noise, so products of the two are unbiased.
+            w1, w2 = self.solutions[tasks].unbind(1)
+            center = (w1.mean(0) + w2.mean(0)) / 2
+            S = ((w1 - w1.mean(0)).mT @ (w2 - w2.mean(0))) / (len(tasks) - 1)
             r = float((Q * S).sum() / Q.trace())
-            signal_variance = torch.einsum("ti,ij,tj->t", first, covariance, second).mean()
+            signal_variance = torch.einsum("ti,ij,tj->t", w1, covariance, w2).mean()
             noise = float(self.moments.target_square[tasks].mean() - signal_variance)
             groups.append(TaskGroup(covariance, center, max(r, 0.0), max(noise, 0.0), probability))
         return Landscape(tuple(groups), self.moments.dimension)
@@ -289,8 +295,8 @@ class LandscapeEstimate:
     def distance(self, landscape: Landscape, alpha: float) -> float:
         """Return the distance R between the centers of the groups, corrected for their sampling error.
 
-        It is measured in the norm of Q/tr Q, where Q is Q^{(m)} of the hard tasks. If Q is a multiple of I and the
-        centers are the vectors (0, …, 0) and (R, …, R), the distance is R of Collins et al. (2022).
+        It uses the norm ‖v‖² = vᵀQv / tr Q, where Q is Q^{(m)} of the hard tasks. If Q is a multiple of I and the
+        centers are the vectors (0, …, 0) and (R, …, R), as in Collins et al. (2022), the distance is R.
         """
         distribution, Q = landscape.distribution, self.adapted_covariances(alpha)[0]
         gap = distribution.center[0] - distribution.center[1]
@@ -299,30 +305,33 @@ class LandscapeEstimate:
         return float(squared_distance.clamp_min(0).sqrt())
 
     def predict(self, alpha: float, generator: torch.Generator) -> Prediction:
-        """Predict the risks of NAL and MAML after a step of size `alpha`, with bootstrap intervals over the tasks.
+        """Predict the excess risks of NAL and MAML after a step of size `alpha`, with intervals.
 
-        The sampling error of the estimated centers biases the risks upward. The bias is estimated with the bootstrap
-        and subtracted.
+        The intervals are from bootstrap samples of the tasks. The sampling error of the estimated centers biases the
+        excess risks upward. The bias is estimated with the bootstrap and subtracted.
         """
-        losses = self._losses(alpha)
+        terms = self._loss_terms(alpha)
         bootstrap_samples = (self._bootstrap_sample(generator) for _ in range(BOOTSTRAP_SAMPLES))
         # A step size that is stable for these tasks may diverge for a bootstrap sample; it is then reduced.
-        bootstrap_losses = torch.stack(
-            [sample._losses(min(alpha, 0.999 * DIVERGENCE_LIMIT / sample.curvature)) for sample in bootstrap_samples]
+        bootstrap_terms = torch.stack(
+            [
+                sample._loss_terms(min(alpha, 0.999 * DIVERGENCE_LIMIT / sample.curvature))
+                for sample in bootstrap_samples
+            ]
         )
-        bias = bootstrap_losses.mean(0) - losses
+        bias = bootstrap_terms.mean(0) - terms
         # Lower limits of the gain and of MAML's risk.
-        lower_limits = torch.tensor([0.0, 1e-9 * float(losses[1])], dtype=torch.float64)
-        gain, maml_risk = (losses - bias)[:2].clamp_min(lower_limits).tolist()
-        gains, maml_risks = (bootstrap_losses - 2 * bias)[:, :2].clamp_min(lower_limits).unbind(1)
-        floor, nal_before = losses[2:].tolist()
+        lower_limits = torch.tensor([0.0, 1e-9 * float(terms[1])], dtype=torch.float64)
+        gain, maml_risk = (terms - bias)[:2].clamp_min(lower_limits).tolist()
+        gains, maml_risks = (bootstrap_terms - 2 * bias)[:, :2].clamp_min(lower_limits).unbind(1)
+        floor, nal_risk_before_step = terms[2:].tolist()
         ratios = 1 + gains / maml_risks.clamp_min(TINY)
-        relative_gains = gains / (gains + maml_risks + bootstrap_losses[:, 2]).clamp_min(TINY)
+        relative_gains = gains / (gains + maml_risks + bootstrap_terms[:, 2]).clamp_min(TINY)
         return Prediction(
             Risks(maml_risk + gain, maml_risk),
             self._interval(1 + gain / max(maml_risk, TINY), ratios),
             self._interval(gain / max(gain + maml_risk + floor, TINY), relative_gains),
-            maml_risk / max(nal_before, TINY),
+            maml_risk / max(nal_risk_before_step, TINY),
             ratios,
             relative_gains,
         )
@@ -333,18 +342,18 @@ class LandscapeEstimate:
         low, high = bootstrap_values.quantile(torch.tensor([tail, 1 - tail], dtype=bootstrap_values.dtype)).tolist()
         return Interval(value, min(low, value), max(high, value))
 
-    def _losses(self, alpha: float) -> Tensor:
+    def _loss_terms(self, alpha: float) -> Tensor:
         """Return 𝓔_m(NAL) − 𝓔_m(MAML), 𝓔_m(MAML), the noise floor, and 𝓔_m(NAL) for a step of size 0.
 
-        During training, the inner step of MAML uses n₂ = m samples.
+        The inner step of MAML during training is assumed to use as many samples as the step at test time.
         """
         landscape, m = self.landscape(alpha), self.m
         solutions = torch.stack(
-            [nal_solution(landscape), maml_solution(landscape, alpha, m, fourth=self.fourth_moments)]
+            [nal_solution(landscape), maml_solution(landscape, alpha, m, fourth_moments=self.fourth_moments)]
         )
-        nal, maml = risk_above_floor(landscape, solutions, alpha, m, fourth=self.fourth_moments)
-        nal_before = risk_above_floor(landscape, solutions[0], 0.0, m)
-        return torch.stack([nal - maml, maml, nal.new_tensor(noise_floor(landscape, alpha, m)), nal_before])
+        nal, maml = risk_above_floor(landscape, solutions, alpha, m, fourth_moments=self.fourth_moments)
+        nal_before_step = risk_above_floor(landscape, solutions[0], 0.0, m)
+        return torch.stack([nal - maml, maml, nal.new_tensor(noise_floor(landscape, alpha, m)), nal_before_step])
 
     def _bootstrap_sample(self, generator: torch.Generator) -> LandscapeEstimate:
         """Return the estimate for a bootstrap sample of the tasks, stratified by group if `hard_probability` is set."""
@@ -366,10 +375,11 @@ class LandscapeEstimate:
         """Project the solution of every task to two dimensions (tasks, 2).
 
         The origin is the center of the easy tasks. The first axis points to the center of the hard tasks; the second
-        is the orthogonal direction of largest variance. The norm is that of the mean feature covariance.
+        is the orthogonal direction of largest variance. Lengths are in the norm ‖v‖² = vᵀΣv, where Σ is the mean
+        feature covariance of all tasks.
         """
-        values, vectors = torch.linalg.eigh(self.moments.covariance.mean((0, 1)))
-        solutions = self.solutions.mean(1) @ (vectors * values.clamp_min(0).sqrt()) @ vectors.T
+        eigenvalues, eigenvectors = torch.linalg.eigh(self.moments.covariance.mean((0, 1)))
+        solutions = self.solutions.mean(1) @ (eigenvectors * eigenvalues.clamp_min(0).sqrt()) @ eigenvectors.T
         solutions = solutions - solutions[~self.is_hard].mean(0)
         first_axis = torch.nn.functional.normalize(solutions[self.is_hard].mean(0), dim=0)
         residuals = solutions - (solutions @ first_axis)[:, None] * first_axis
@@ -408,9 +418,11 @@ def split_by_rate(rates: Tensor) -> Tensor:
         raise InputError(
             f"there are {len(rates)} tasks, but two groups need at least {2 * MIN_TASKS_PER_GROUP}. Sample more tasks."
         )
-    values = rates.double().log().sort().values
-    sizes = range(MIN_TASKS_PER_GROUP, len(values) - MIN_TASKS_PER_GROUP + 1)
-    hard_count = min(sizes, key=lambda size: float(_sum_of_squares(values[:size]) + _sum_of_squares(values[size:])))
+    log_rates = rates.double().log().sort().values
+    sizes = range(MIN_TASKS_PER_GROUP, len(log_rates) - MIN_TASKS_PER_GROUP + 1)
+    hard_count = min(
+        sizes, key=lambda size: float(_sum_of_squares(log_rates[:size]) + _sum_of_squares(log_rates[size:]))
+    )
     return rates.argsort().argsort() < hard_count
 
 

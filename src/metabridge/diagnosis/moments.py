@@ -24,8 +24,8 @@ class SplitMoments:
 
     Args:
         covariance: Σ = E[xxᵀ] (tasks, 2, d, d).
-        fourth: E[xxᵀΣxxᵀ] (tasks, 2, d, d), unbiased because Σ is estimated from the other half.
-        cross: E[xy] (tasks, 2, d).
+        fourth_moment: E[xxᵀΣxxᵀ] (tasks, 2, d, d), unbiased because Σ is estimated from the other half.
+        cross_moment: E[xy] (tasks, 2, d).
         target_square: E[y²] (tasks, 2).
         fourth_powers: E‖x‖⁴ and E[y⁴] (tasks, 2, 2), to detect heavy tails.
         examples_per_dimension: Number of independent examples in a half, divided by the feature dimension. If the
@@ -33,8 +33,8 @@ class SplitMoments:
     """
 
     covariance: Tensor
-    fourth: Tensor
-    cross: Tensor
+    fourth_moment: Tensor
+    cross_moment: Tensor
     target_square: Tensor
     fourth_powers: Tensor
     examples_per_dimension: float
@@ -45,27 +45,33 @@ class SplitMoments:
         n = x.shape[-2]
         covariance = x.mT @ x / n
         weighted_x = (x @ covariance.flip(1) * x).sum(-1, keepdim=True) * x
-        cross = (y[..., None, :] @ x).squeeze(-2) / n
+        cross_moment = (y[..., None, :] @ x).squeeze(-2) / n
         fourth_powers = torch.stack([x.square().sum(-1).square().mean(-1), y.pow(4).mean(-1)], -1)
-        return cls(covariance, weighted_x.mT @ x / n, cross, y.square().mean(-1), fourth_powers, examples_per_dimension)
+        fourth_moment = weighted_x.mT @ x / n
+        target_square = y.square().mean(-1)
+        return cls(covariance, fourth_moment, cross_moment, target_square, fourth_powers, examples_per_dimension)
 
     @classmethod
     def concatenate(cls, parts: list[SplitMoments]) -> SplitMoments:
         """Concatenate moments along the task dimension."""
-        covariance, fourth, cross, target_square, fourth_powers = (
+        covariance, fourth_moment, cross_moment, target_square, fourth_powers = (
             torch.cat(tensors) for tensors in zip(*(part._tensors for part in parts))
         )
         examples_per_dimension = min(part.examples_per_dimension for part in parts)
-        return cls(covariance, fourth, cross, target_square, fourth_powers, examples_per_dimension)
+        return cls(covariance, fourth_moment, cross_moment, target_square, fourth_powers, examples_per_dimension)
 
     def select(self, indices: Tensor) -> SplitMoments:
         """Return the moments of the tasks with the given indices, which may contain duplicates."""
-        covariance, fourth, cross, target_square, fourth_powers = (tensor[indices] for tensor in self._tensors)
-        return SplitMoments(covariance, fourth, cross, target_square, fourth_powers, self.examples_per_dimension)
+        covariance, fourth_moment, cross_moment, target_square, fourth_powers = (
+            tensor[indices] for tensor in self._tensors
+        )
+        return SplitMoments(
+            covariance, fourth_moment, cross_moment, target_square, fourth_powers, self.examples_per_dimension
+        )
 
     @property
     def _tensors(self) -> tuple[Tensor, ...]:
-        return self.covariance, self.fourth, self.cross, self.target_square, self.fourth_powers
+        return self.covariance, self.fourth_moment, self.cross_moment, self.target_square, self.fourth_powers
 
     def __len__(self) -> int:
         return len(self.target_square)
@@ -73,7 +79,7 @@ class SplitMoments:
     @property
     def dimension(self) -> int:
         """Feature dimension d."""
-        return self.cross.shape[-1]
+        return self.cross_moment.shape[-1]
 
     def solutions(self, group_covariances: Tensor) -> Tensor:
         """Return an unbiased estimate of the solution w* of each task from each half (tasks, 2, d).
@@ -83,7 +89,7 @@ class SplitMoments:
         """
         uses_least_squares = self.examples_per_dimension >= MIN_EXAMPLES_PER_DIMENSION
         covariance = self.covariance if uses_least_squares else group_covariances[:, None]
-        solutions, is_singular = torch.linalg.solve_ex(covariance, self.cross[..., None])
+        solutions, is_singular = torch.linalg.solve_ex(covariance, self.cross_moment[..., None])
         _check_not_singular(is_singular)
         return solutions.squeeze(-1)  # type: ignore[no-any-return]
 
@@ -95,10 +101,11 @@ def convergence_rates(moments: SplitMoments) -> Tensor:
     eigenvector is its contribution to the variance of the fitted function. Along an eigenvector, gradient descent
     reduces the error at the rate of the eigenvalue. If the fitted function is zero, the rate is tr Σ²/tr Σ.
     """
-    covariance, cross = moments.covariance.mean(1), moments.cross.mean(1)
-    explained_variance = (cross[:, None] @ torch.linalg.pinv(covariance, hermitian=True) @ cross[..., None]).flatten()
+    covariance, cross_moment = moments.covariance.mean(1), moments.cross_moment.mean(1)
+    inverse = torch.linalg.pinv(covariance, hermitian=True)
+    explained_variance = (cross_moment[:, None] @ inverse @ cross_moment[..., None]).flatten()
     isotropic_rate = covariance.square().sum((-2, -1)) / covariance.diagonal(dim1=-2, dim2=-1).sum(-1)
-    return torch.where(explained_variance > 0, cross.square().sum(-1) / explained_variance, isotropic_rate)
+    return torch.where(explained_variance > 0, cross_moment.square().sum(-1) / explained_variance, isotropic_rate)
 
 
 def largest_curvatures(moments: SplitMoments) -> Tensor:
@@ -177,12 +184,12 @@ def principal_projection(features: Tensor, dimension: int) -> FeatureMap:
     Components without variance are omitted.
     """
     center = features.mean(0)
-    values, vectors = torch.linalg.eigh((features - center).T @ (features - center) / len(features))
-    has_variance = values[-dimension:] > 1e-8 * values[-1]
+    eigenvalues, eigenvectors = torch.linalg.eigh((features - center).T @ (features - center) / len(features))
+    has_variance = eigenvalues[-dimension:] > 1e-8 * eigenvalues[-1]
     if not has_variance.any():
         raise InputError("all inputs have the same features, so tasks cannot be compared. Use other features.")
-    scale = values[-dimension:][has_variance].sum().sqrt()
-    basis = vectors[:, -dimension:][:, has_variance] / scale
+    scale = eigenvalues[-dimension:][has_variance].sum().sqrt()
+    basis = eigenvectors[:, -dimension:][:, has_variance] / scale
     return lambda x: (x - center) @ basis
 
 

@@ -1,4 +1,4 @@
-"""Regroup labeled images: classes by superclass, random subsets, and held-out images of the training classes."""
+"""New splits of labeled images: by superclass, by random selection, or with held-out images of training classes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def superclass_tasks(
     shots: int = 1,
     queries: int = 15,
 ) -> ImageTasks:
-    """Return the environment of tasks with classes of the named superclasses, which may be in any split.
+    """Return an environment of tasks whose classes belong to the named superclasses, regardless of their split.
 
     Args:
         images: Labeled images.
@@ -57,8 +57,8 @@ def superclass_tasks(
     ImageTasks('glyphs', 'superclasses', 5-way 1-shot, 15 queries per class, 86 classes, superclass='same')
     """
     classes = classes_by_superclass(images)
-    split = {"superclasses": torch.cat([classes[name] for name in names])}
-    return replace(images, splits=split).tasks(
+    splits = {"superclasses": torch.cat([classes[name] for name in names])}
+    return replace(images, splits=splits).tasks(
         "superclasses", ways=ways, shots=shots, queries=queries, superclass=superclass
     )
 
@@ -75,7 +75,7 @@ def tasks_by_superclass(
         queries: Query images per class.
 
     Returns:
-        The environments by name of the superclass.
+        A dict from superclass name to environment.
 
     >>> from metabridge.datasets import load
     >>> tasks_by_superclass(load("glyphs"), ways=40)["Latin"]
@@ -89,47 +89,54 @@ def tasks_by_superclass(
 def random_subset(images: LabeledImages, sizes: Mapping[str, tuple[int, int]], *, seed: int = 0) -> LabeledImages:
     """Select random classes of some splits, and random images of each class.
 
-    `sizes` maps a split to its number of classes and its number of images per class, which must be at least 2. The
-    selection in one split does not depend on the sizes of the other splits.
+    Args:
+        images: Labeled images.
+        sizes: For each split, the number of classes and the number of images per class, which must be at least 2. The
+            selection in one split does not depend on the sizes of the other splits.
+        seed: Seed of the selection.
+
+    Returns:
+        The selected images, with only these splits.
 
     >>> from metabridge.datasets import load
     >>> random_subset(load("glyphs"), {"train": (50, 5), "test": (8, 6)})
     LabeledImages(298 images of 1×28×28, 50 train / 8 test classes)
     """
     image_indices, splits = [], {}
-    for split, (classes, images_per_class) in sizes.items():
-        tasks = images.tasks(split, ways=classes, shots=1, queries=images_per_class - 1)
-        sampled = tasks.sample_indices(1, torch.Generator().manual_seed(seed))
-        splits[split] = images.splits[split][sampled.classes[0]]
-        image_indices.append(torch.cat([sampled.support[0], sampled.query[0]], 1).flatten())
+    for split, (num_classes, images_per_class) in sizes.items():
+        # the images of one task are a random subset
+        environment = images.tasks(split, ways=num_classes, shots=1, queries=images_per_class - 1)
+        task = environment.sample_indices(1, torch.Generator().manual_seed(seed))
+        splits[split] = images.splits[split][task.classes[0]]
+        image_indices.append(torch.cat([task.support[0], task.query[0]], 1).flatten())
     selected = torch.cat(image_indices)
     pixels = images.images[selected.to(images.images.device)]
     return replace(images, images=pixels, labels=images.labels[selected], splits=splits, load_arguments=None)
 
 
-def hold_out_images(images: LabeledImages, minimum: int) -> LabeledImages:
-    """Validate on held-out images of the training classes, as in FS-CIFAR100.
+def hold_out_images(images: LabeledImages, min_held_out: int) -> LabeledImages:
+    """Replace the validation classes by held-out images of the training classes, as in FS-CIFAR100.
 
     The training and validation classes of `images` become the training split. The last quarter of the images of each
-    class, but at least `minimum` images, are moved to a new class of the validation split. So this split measures the
-    accuracy on classes seen in training.
+    of these classes, but at least `min_held_out` images, are moved to a new class of the validation split. Validation
+    then measures the accuracy on new images of the training classes.
 
     Args:
         images: Labeled images with the splits "train", "validation" and "test".
-        minimum: Minimum number of images to hold out of each class.
+        min_held_out: Minimum number of images of each class to hold out.
 
     Returns:
         The same images with the additional validation classes.
 
     >>> from metabridge.datasets import load
-    >>> hold_out_images(load("glyphs"), minimum=5)
+    >>> hold_out_images(load("glyphs"), min_held_out=5)
     LabeledImages('glyphs', 22,500 images of 1×28×28, 863 train / 863 validation / 262 test classes)
     """
     training_classes = torch.cat([images.splits["train"], images.splits["validation"]])
     labels = images.labels.clone()
     for i, class_index in enumerate(training_classes.tolist()):
         image_indices = (images.labels == class_index).nonzero().squeeze(1)
-        labels[image_indices[-max(len(image_indices) // 4, minimum) :]] = len(images.class_names) + i
+        labels[image_indices[-max(len(image_indices) // 4, min_held_out) :]] = len(images.class_names) + i
     return replace(
         images,
         labels=labels,

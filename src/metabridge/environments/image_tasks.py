@@ -66,23 +66,23 @@ class LabeledImages:
             raise InputError(
                 f"images is {describe(self.images)}, but must be uint8 of shape (n, channels, height, width)."
             )
-        classes = len(self.class_names)
-        _check_indices("labels", self.labels, len(self.images), classes)
-        _check_indices("superclasses", self.superclasses, classes, len(self.superclass_names))
-        split_of: dict[int, str] = {}
+        num_classes = len(self.class_names)
+        _check_indices("labels", self.labels, len(self.images), num_classes)
+        _check_indices("superclasses", self.superclasses, num_classes, len(self.superclass_names))
+        split_by_class: dict[int, str] = {}
         for split, class_indices in self.splits.items():
-            _check_indices(f"splits[{split!r}]", class_indices, None, classes)
+            _check_indices(f"splits[{split!r}]", class_indices, None, num_classes)
             if len(class_indices) == 0:
                 raise InputError(f"split '{split}' has no classes. Add classes, or remove the split.")
             for index in class_indices.tolist():
-                if index in split_of:
+                if index in split_by_class:
                     location = f"twice in split '{split}'"
-                    if split_of[index] != split:
-                        location = f"in the splits '{split_of[index]}' and '{split}'"
+                    if split_by_class[index] != split:
+                        location = f"in the splits '{split_by_class[index]}' and '{split}'"
                     raise InputError(
                         f"class '{self.class_names[index]}' is {location}. List every class once, in one split."
                     )
-                split_of[index] = split
+                split_by_class[index] = split
 
     def __repr__(self) -> str:
         shape = "×".join(map(str, self.images.shape[1:]))
@@ -152,9 +152,9 @@ class LabeledImages:
         if height != width:
             raise InputError(f"images are {height}×{width} pixels, but only square images can be rotated by 90°.")
         rotated_classes = torch.cat([classes for split, classes in self.splits.items() if split in rotated_splits])
-        position = torch.full((len(self.class_names),), -1)  # index of each class in `rotated_classes`, or -1
-        position[rotated_classes] = torch.arange(len(rotated_classes))
-        image_indices = (position[self.labels] >= 0).nonzero().squeeze(1)
+        positions = torch.full((len(self.class_names),), -1)  # index of each class in `rotated_classes`, or -1
+        positions[rotated_classes] = torch.arange(len(rotated_classes))
+        image_indices = (positions[self.labels] >= 0).nonzero().squeeze(1)
         originals = self.images[image_indices.to(self.images.device)]
         offsets = [len(self.class_names) + copy * len(rotated_classes) for copy in range(3)]
         names = [self.class_names[index] for index in rotated_classes.tolist()]
@@ -163,12 +163,12 @@ class LabeledImages:
             images=torch.cat(
                 [self.images, *(torch.rot90(originals, quarter_turns, (2, 3)) for quarter_turns in (1, 2, 3))]
             ),
-            labels=torch.cat([self.labels, *(position[self.labels[image_indices]] + offset for offset in offsets)]),
+            labels=torch.cat([self.labels, *(positions[self.labels[image_indices]] + offset for offset in offsets)]),
             # Saved runs contain these class names, so the suffix must stay as in version 0.1.0.
             class_names=(*self.class_names, *(f"{name}/turned{angle}" for angle in (90, 180, 270) for name in names)),
             superclasses=torch.cat([self.superclasses, self.superclasses[rotated_classes].repeat(3)]),
             splits={
-                split: torch.cat([classes, *(position[classes] + offset for offset in offsets)])
+                split: torch.cat([classes, *(positions[classes] + offset for offset in offsets)])
                 if split in rotated_splits
                 else classes
                 for split, classes in self.splits.items()
@@ -192,7 +192,7 @@ class LabeledImages:
             raise InputError(f"size is {size}, but must be from 1 to {min(height, width)}, the size of the images.")
         batches = [
             interpolate(batch.float(), size=(size, size), mode="area").round().byte()
-            for batch in self.images.split(4096)  # as floats, images take four times the memory
+            for batch in self.images.split(4096)  # in batches, since float images take four times the memory
         ]
         return replace(self, images=torch.cat(batches), load_arguments=None)
 
@@ -232,12 +232,12 @@ class LabeledImages:
         """
         device = torch.device(device)
         if device.type == "cuda" and not self.images.is_cuda:
-            free = torch.cuda.mem_get_info(device)[0]
-            if self.images.nbytes > 0.7 * free:
+            free_bytes = torch.cuda.mem_get_info(device)[0]
+            if self.images.nbytes > 0.7 * free_bytes:
                 log.warning(
                     "%.1f GiB of images stay in main memory: the GPU has only %.1f GiB free. Training will be slower.",
                     self.images.nbytes / 2**30,
-                    free / 2**30,
+                    free_bytes / 2**30,
                 )
                 return self
         return replace(self, images=self.images.to(device))
@@ -256,7 +256,7 @@ class ImageTasks:
         shots: Support images per class.
         queries: Query images per class.
         superclass: With "same", the classes of a task share a superclass, which makes tasks hard. With "different",
-            they have different superclasses, which makes tasks easy.
+            they have different superclasses, which makes tasks easy. With "any", superclasses play no role.
 
     Raises:
         InputError: The split does not exist, or has too few classes or images for the tasks.
@@ -304,7 +304,7 @@ class ImageTasks:
 
     def _repr_html_(self) -> str:
         """Return a table of the task settings, for notebooks."""
-        counts = self._is_image.sum(dim=1)
+        counts = self._image_mask.sum(dim=1)
         cells = (self.ways, self.shots, self.queries, self.classes, int(counts.sum()))
         columns = ("ways", "shots per class", "queries per class", "classes", "images")
         return html_table(repr(self), columns, [[f"{number:,}" for number in cells]])
@@ -321,13 +321,13 @@ class ImageTasks:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Names of the split's classes. `Episodes.classes` contains indices into them."""
+        """Names of the split's classes, which the indices in `Episodes.classes` refer to."""
         return self.data.split_class_names(self.split)
 
     @property
     def image_indices(self) -> Tensor:
         """Indices of the split's images, int64."""
-        return self._class_images[self._is_image]
+        return self._class_images[self._image_mask]
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
         """Sample tasks. The images of a task are ordered by class.
@@ -353,17 +353,17 @@ class ImageTasks:
         """
         check_count("tasks", tasks)
         classes = self._sample_classes(tasks, generator)
-        columns = _sample_columns(self._is_image[classes], self.shots + self.queries, generator)
-        images = self._class_images[classes].gather(-1, columns)
-        return TaskIndices(classes, images[..., : self.shots], images[..., self.shots :])
+        columns = _sample_columns(self._image_mask[classes], self.shots + self.queries, generator)
+        image_indices = self._class_images[classes].gather(-1, columns)
+        return TaskIndices(classes, image_indices[..., : self.shots], image_indices[..., self.shots :])
 
     def _sample_classes(self, tasks: int, generator: torch.Generator) -> Tensor:
-        """Return random classes in random order, as indices into the split, (tasks, ways)."""
+        """Return the classes of random tasks, in random order, as indices into the split, (tasks, ways)."""
         if self.superclass == "any":
             return _sample_columns(torch.ones(tasks, self.classes, dtype=torch.bool), self.ways, generator)
         if self.superclass == "same":
-            large = self._large_superclasses
-            superclasses = large[torch.randint(len(large), (tasks,), generator=generator)]
+            candidates = self._large_superclasses
+            superclasses = candidates[torch.randint(len(candidates), (tasks,), generator=generator)]
             return _sample_columns(self._class_masks[superclasses], self.ways, generator)
         superclasses = _sample_columns(
             torch.ones(tasks, len(self._class_masks), dtype=torch.bool), self.ways, generator
@@ -390,7 +390,7 @@ class ImageTasks:
         return self._padded_class_images[0]
 
     @property
-    def _is_image(self) -> Tensor:
+    def _image_mask(self) -> Tensor:
         return self._padded_class_images[1]
 
     @cached_property
@@ -419,20 +419,22 @@ class ImageTasks:
             )
 
     def _check_image_counts(self) -> None:
-        counts = self._is_image.sum(dim=1)
-        smallest, needed = int(counts.argmin()), self.shots + self.queries
-        fewest = int(counts[smallest])
-        if fewest < needed:
-            suggestion = f"Use queries={fewest - self.shots} or fewer" if fewest > self.shots else "Use fewer shots"
-            if int((counts >= needed).sum()) >= self.ways:
+        counts = self._image_mask.sum(dim=1)
+        smallest_class, images_needed = int(counts.argmin()), self.shots + self.queries
+        min_count = int(counts[smallest_class])
+        if min_count < images_needed:
+            suggestion = f"Use queries={min_count - self.shots} or fewer"
+            if min_count <= self.shots:
+                suggestion = f"Use shots=1 and queries={min_count - 1} or fewer" if min_count > 1 else "Add images"
+            if int((counts >= images_needed).sum()) >= self.ways:
                 suggestion += (
-                    f", or omit classes with fewer than {needed} images (min_images={needed}, on the command line "
-                    f"--min-images {needed})"
+                    f", or omit classes with fewer than {images_needed} images (min_images={images_needed}, on the "
+                    f"command line --min-images {images_needed})"
                 )
             raise InputError(
-                f"class '{self.class_names[smallest]}' has {_quantity(fewest, 'image')}, but "
-                f"{_quantity(self.shots, 'shot')} + {_quantity(self.queries, 'query', 'queries')} need {needed}. "
-                f"{suggestion}."
+                f"class '{self.class_names[smallest_class]}' has {_quantity(min_count, 'image')}, but "
+                f"{_quantity(self.shots, 'shot')} + {_quantity(self.queries, 'query', 'queries')} need "
+                f"{images_needed}. {suggestion}."
             )
 
 
@@ -449,7 +451,7 @@ class TaskIndices(NamedTuple):
     support: Tensor
     query: Tensor
 
-    def sorted_by(self, sort_keys: Tensor) -> TaskIndices:
+    def sort_classes(self, sort_keys: Tensor) -> TaskIndices:
         """Sort the classes of each task by the mean sort key of their support images, in ascending order.
 
         Args:
@@ -473,7 +475,7 @@ class TaskIndices(NamedTuple):
         """
         tasks, ways = self.classes.shape
         sets = (self.support, self.query)
-        # A single call for both sets needs only one transfer to the GPU.
+        # Load both sets in one call, which needs only one transfer to the GPU.
         images = load_images(torch.cat([indices.flatten() for indices in sets]))
         support_x, query_x = (x.unflatten(0, (tasks, -1)) for x in images.split([indices.numel() for indices in sets]))
         labels = torch.arange(ways, device=images.device)
@@ -485,7 +487,7 @@ class TaskIndices(NamedTuple):
 class ImageBatches:
     """Ordinary mini-batches of images, for training one classifier of all classes of a split.
 
-    Each mini-batch is a task that has all classes as ways, and the same images as support and query set.
+    Each mini-batch is a task whose ways are all classes, and whose support and query set are the same images.
 
     Args:
         data: The images.
@@ -549,32 +551,32 @@ class ImageBatches:
             The mini-batches, one per task.
         """
         check_count("tasks", tasks)
-        images, labels = self._indices_and_labels
-        sampled = torch.randint(len(images), (tasks, self.size), generator=generator)
-        x = self.data.float_images(images[sampled])
-        y = copy_to_device(labels[sampled], x.device)
+        image_indices, labels = self._indices_and_labels
+        sample = torch.randint(len(image_indices), (tasks, self.size), generator=generator)
+        x = self.data.float_images(image_indices[sample])
+        y = copy_to_device(labels[sample], x.device)
         return Episodes(x, y, x, y, torch.arange(self.classes, device=x.device).expand(tasks, -1))
 
     @cached_property
     def _indices_and_labels(self) -> tuple[Tensor, Tensor]:
-        """Indices of the split's images, and their labels: indices into the classes of the split."""
-        position = torch.full((len(self.data.class_names),), -1)  # index of each class in the split, or -1
-        position[self.data.splits[self.split]] = torch.arange(self.classes)
-        labels = position[self.data.labels]
-        images = (labels >= 0).nonzero().squeeze(1)
-        return images, labels[images]
+        """Indices of the split's images, and their labels as indices into the classes of the split."""
+        positions = torch.full((len(self.data.class_names),), -1)  # index of each class in the split, or -1
+        positions[self.data.splits[self.split]] = torch.arange(self.classes)
+        labels = positions[self.data.labels]
+        image_indices = (labels >= 0).nonzero().squeeze(1)
+        return image_indices, labels[image_indices]
 
 
 def copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a CPU tensor to a device; to a GPU, asynchronously from pinned memory."""
+    """Copy a CPU tensor to a device. Copies to a GPU are asynchronous, from pinned memory."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 def _sample_columns(allowed: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """Sample `count` columns of each row in which `allowed` is true, without replacement.
+    """For each row, sample `count` of the columns where `allowed` is true, without replacement.
 
-    `allowed` has shape (..., columns), and the result (..., count). The top-k of random scores is a uniform sample in
-    random order.
+    `allowed` has shape (..., columns), and the result (..., count). The columns with the largest random scores are a
+    uniform sample in random order.
     """
     scores = torch.rand(allowed.shape, generator=generator).masked_fill(~allowed, -1)
     return scores.topk(count, dim=-1).indices

@@ -1,4 +1,4 @@
-"""Image tasks whose inputs are image indices, for kernels with precomputed values."""
+"""Image tasks whose inputs are image indices, for kernels that are precomputed for all pairs of images."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class IndexedTasks:
     """Image tasks whose inputs are image indices of shape (tasks, images, 1), instead of images.
 
     Args:
-        tasks: The image tasks.
+        tasks: The environment of image tasks.
         sort_keys: One number per image, (images,). The classes of a task are labeled in ascending order of the mean
             sort key of their support images, so that labels have the same meaning in all tasks. Default: classes are
             labeled in random order.
@@ -48,5 +48,5 @@ class IndexedTasks:
         """
         indices = self.tasks.sample_indices(tasks, generator)
         if self.sort_keys is not None:
-            indices = indices.sorted_by(self.sort_keys)
+            indices = indices.sort_classes(self.sort_keys)
         return indices.to_episodes(lambda image_indices: image_indices[..., None].double())

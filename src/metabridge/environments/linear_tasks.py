@@ -106,8 +106,8 @@ class Landscape:
         Returns:
             The landscape. Each group has a fixed w*, and all groups have the same probability.
 
-        >>> few = HardEasy(rho_hard=0.1, rho_easy=1.0).landscape.sample_finite(4, torch.Generator().manual_seed(0))
-        >>> len(few.groups), float(few.distribution.spread.abs().max())
+        >>> finite = HardEasy(rho_hard=0.1, rho_easy=1.0).landscape.sample_finite(4, torch.Generator().manual_seed(0))
+        >>> len(finite.groups), float(finite.distribution.spread.abs().max())
         (4, 0.0)
         """
         check_count("tasks", tasks)
@@ -120,12 +120,12 @@ class Landscape:
         return Landscape(tuple(groups), self.dimension)
 
     def _sample_solutions(self, tasks: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Return the group index and the solution w* of each task."""
+        """Sample tasks. Return the group index and the solution w* of each."""
         group_indices = torch.multinomial(self.distribution.probability, tasks, replacement=True, generator=generator)
         return group_indices, self._sample_solutions_given_groups(group_indices, generator)
 
     def _sample_solutions_given_groups(self, group_indices: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the solution w* of each task, given its group."""
+        """Sample the solution w* of each task, given its group."""
         normal = torch.randn(len(group_indices), self.dimension, generator=generator)
         deviations = (self._spread_sqrt[group_indices] @ normal.double()[..., None]).squeeze(-1)
         return self.distribution.center[group_indices] + deviations
@@ -133,7 +133,7 @@ class Landscape:
     def _sample_inputs(
         self, group_indices: Tensor, solutions: Tensor, count: int, generator: torch.Generator
     ) -> tuple[Tensor, Tensor]:
-        """Return `count` inputs x of each task and the values ⟨w*, x⟩, given its group and solution."""
+        """Sample `count` inputs x of each task, given its group and solution w*. Return them and the values ⟨w*, x⟩."""
         normal = torch.randn(len(group_indices), count, self.dimension, generator=generator)
         x = normal @ self._covariance_sqrt.to(normal.dtype)[group_indices]
         return x, x @ solutions.to(x.dtype)[..., None]
@@ -299,10 +299,10 @@ class LogisticTasks:
     def __post_init__(self) -> None:
         check_count("shots", self.shots)
         check_count("queries", self.queries)
-        noise = [group.noise for group in self.landscape.groups if group.noise]
-        if noise:
+        nonzero_noise = [group.noise for group in self.landscape.groups if group.noise]
+        if nonzero_noise:
             raise InputError(
-                f"noise is {noise[0]}, but must be 0, because the labels of LogisticTasks are already random. "
+                f"noise is {nonzero_noise[0]}, but must be 0, because the labels of LogisticTasks are already random. "
                 "Use groups with noise=0."
             )
 
@@ -375,15 +375,16 @@ def _check_group(index: int, group: TaskGroup, dimension: int) -> None:
     check_not_negative(f"noise of group {index}", group.noise)
     if not 0 <= group.probability <= 1:
         raise InputError(f"probability of group {index} is {group.probability}, but must be between 0 and 1.")
-    smallest, largest = _extreme_eigenvalues(f"covariance of group {index}", group.covariance)
-    if smallest <= 1e-12 * largest or largest <= 0:
+    min_eigenvalue, max_eigenvalue = _extreme_eigenvalues(f"covariance of group {index}", group.covariance)
+    if min_eigenvalue <= 1e-12 * max_eigenvalue or max_eigenvalue <= 0:
         raise InputError(
-            f"covariance of group {index} has the eigenvalue {smallest:.3g}, but all eigenvalues must be positive."
+            f"covariance of group {index} has the eigenvalue {min_eigenvalue:.3g}, "
+            "but all eigenvalues must be positive."
         )
-    smallest, largest = _extreme_eigenvalues(f"spread of group {index}", group.spread)
-    if smallest < -1e-12 * abs(largest):
+    min_eigenvalue, max_eigenvalue = _extreme_eigenvalues(f"spread of group {index}", group.spread)
+    if min_eigenvalue < -1e-12 * abs(max_eigenvalue):
         raise InputError(
-            f"spread of group {index} has the eigenvalue {smallest:.3g}, but eigenvalues must not be negative."
+            f"spread of group {index} has the eigenvalue {min_eigenvalue:.3g}, but eigenvalues must not be negative."
         )
 
 

@@ -19,9 +19,9 @@ class Mixture:
     """Tasks from several environments. Each environment is sampled with a given probability.
 
     If the tasks of all environments have the same shapes, the environment of each task is sampled independently, and
-    the tasks of a batch are ordered by environment. Tasks of different shapes, such as 2 and 20 ways, do not fit into
-    one tensor, so all tasks of a batch are from one environment: the batch gradient has the same mean, but a higher
-    variance.
+    the tasks of a batch are ordered by environment. Tasks of different shapes, such as 2-way and 20-way tasks, do
+    not fit into one tensor, so all tasks of a batch are from one environment: the batch gradient has the same mean, but
+    a higher variance.
 
     `Episodes.classes` is set only if all environments have the same `class_names`, such as image tasks of one split.
     Only methods whose head has one output unit per training class need it.
@@ -59,7 +59,7 @@ class Mixture:
 
     @property
     def outputs(self) -> int:
-        """Largest number of network outputs that an environment needs. Tasks that need fewer use the first outputs."""
+        """Number of network outputs: the maximum over the environments. Tasks that need fewer use the first outputs."""
         return max(environment.outputs for environment in self.environments)
 
     @cached_property
@@ -85,13 +85,15 @@ class Mixture:
             return self._drop_classes(self.environments[index].sample(tasks, generator))
         indices = torch.multinomial(weights, tasks, replacement=True, generator=generator)
         counts = indices.bincount(minlength=len(weights)).tolist()
-        if image_tasks := self._tasks_of_same_images:
+        if image_environments := self._environments_with_same_images:
             task_indices = [
-                environment.sample_indices(count, generator) for environment, count in zip(image_tasks, counts) if count
+                environment.sample_indices(count, generator)
+                for environment, count in zip(image_environments, counts)
+                if count
             ]
             all_indices = TaskIndices(*(torch.cat(tensors) for tensors in zip(*task_indices)))
             # Load all images at once: on a GPU, the launch overhead of several small operations would dominate.
-            return self._drop_classes(all_indices.to_episodes(image_tasks[0].data.float_images))
+            return self._drop_classes(all_indices.to_episodes(image_environments[0].data.float_images))
         return Episodes.concatenate(
             [
                 self._drop_classes(environment.sample(count, generator))
@@ -108,12 +110,15 @@ class Mixture:
         return len({tuple((tensor.shape, tensor.dtype) for tensor in sample.tensors()) for sample in samples}) == 1
 
     @cached_property
-    def _tasks_of_same_images(self) -> tuple[ImageTasks, ...]:
+    def _environments_with_same_images(self) -> tuple[ImageTasks, ...]:
         """The environments, if all are `ImageTasks` of the same images, ways, shots and queries; otherwise empty."""
-        tasks = tuple(environment for environment in self.environments if isinstance(environment, ImageTasks))
-        settings = {(id(env.data.images), env.ways, env.shots, env.queries) for env in tasks}
-        return tasks if len(tasks) == len(self.environments) and len(settings) == 1 else ()
+        environments = tuple(environment for environment in self.environments if isinstance(environment, ImageTasks))
+        settings = {
+            (id(environment.data.images), environment.ways, environment.shots, environment.queries)
+            for environment in environments
+        }
+        return environments if len(environments) == len(self.environments) and len(settings) == 1 else ()
 
     def _drop_classes(self, episodes: Episodes) -> Episodes:
-        """Remove `Episodes.classes` unless all environments have the same class names."""
+        """Set `Episodes.classes` to None unless all environments have the same class names."""
         return episodes if self.classes is not None else replace(episodes, classes=None)

@@ -63,8 +63,8 @@ class Sinusoid:
 class Quadratic:
     """Quadratic functions y = ν‖x − μ‖² (Wang et al. 2021, §5.1).
 
-    Each task has a center μ ~ N(0, I), a width ν ~ U(1.3, 1.6), and inputs x ~ N(μ, ν²I). The inputs are scaled to norm
-    √d after the targets are computed.
+    Each task has a center μ ~ N(0, I) and a scale ν ~ U(1.3, 1.6), which is both the factor of the targets and the
+    standard deviation of the inputs x ~ N(μ, ν²I). The inputs are normalized to norm √d after the targets are computed.
 
     Args:
         dimension: The dimension d of the inputs.
@@ -107,9 +107,9 @@ class Quadratic:
         """
         check_count("tasks", tasks)
         center = torch.randn(tasks, 1, self.dimension, generator=generator)
-        width = _uniform(1.3, 1.6, (tasks, 1, 1), generator)
-        offset = width * torch.randn(tasks, self.shots + self.queries, self.dimension, generator=generator)
-        x, y = center + offset, width * offset.square().sum(dim=-1, keepdim=True)
+        scale = _uniform(1.3, 1.6, (tasks, 1, 1), generator)
+        offset = scale * torch.randn(tasks, self.shots + self.queries, self.dimension, generator=generator)
+        x, y = center + offset, scale * offset.square().sum(dim=-1, keepdim=True)
         return Episodes.split(math.sqrt(self.dimension) * torch.nn.functional.normalize(x, dim=-1), y, self.shots)
 
 

@@ -27,22 +27,22 @@ class SharedRepresentation:
         dimension: The dimension d of the inputs.
         variances: The k diagonal entries of Σ*.
         mean: The k entries of μ* (default: zeros).
-        noise: The noise variance σ².
+        noise: The variance σ² of the noise z, not its standard deviation.
         shots: Support examples per task.
         queries: Query examples per task.
-        pool: Number of tasks in a pool that is generated once from `seed`. Its inputs and targets are fixed. In
-            multi-task methods, the head has one output unit for each task of the pool. By default there is no pool, and
-            every call of `sample` generates new tasks.
+        pool: Number of tasks in a fixed pool, from which `sample` selects tasks. The inputs and targets of the pool are
+            generated once, from `seed`. In multi-task methods, the head has one output unit for each task of the pool.
+            By default there is no pool, and every call of `sample` generates new tasks.
         seed: Seed of B* and of the pool.
 
     Raises:
-        InputError: If a count, a variance, the noise or `mean` is invalid.
+        InputError: If an argument is out of range, or `variances` has more than d entries or not as many as `mean`.
 
-    >>> world = SharedRepresentation(dimension=20, pool=100)
-    >>> tasks = world.sample(4, torch.Generator().manual_seed(0))
+    >>> environment = SharedRepresentation(dimension=20, pool=100)
+    >>> tasks = environment.sample(4, torch.Generator().manual_seed(0))
     >>> tasks.support_x.shape, tasks.query_y.shape, tasks.classes.shape
     (torch.Size([4, 20, 20]), torch.Size([4, 10, 1]), torch.Size([4, 1]))
-    >>> world.representation.shape
+    >>> environment.representation.shape
     torch.Size([20, 5])
     """
 
@@ -68,7 +68,7 @@ class SharedRepresentation:
         if not all(math.isfinite(value) and value > 0 for value in self.variances):
             raise InputError(
                 f"variances is {self.variances}, but all variances must be positive and finite. "
-                "Omit directions in which the tasks do not differ."
+                "Remove the entries that are 0, which also reduces the rank."
             )
         check_not_negative("noise", self.noise)
         if self.mean is not None and len(self.mean) != self.rank:
@@ -83,7 +83,10 @@ class SharedRepresentation:
 
     @property
     def classes(self) -> int | None:
-        """Number of output units of the head in multi-task methods: one per task of the pool; None without a pool."""
+        """Number of output units of the head in multi-task methods. Each task of the pool takes the role of a class.
+
+        None if there is no pool.
+        """
         return self.pool
 
     @property
@@ -120,7 +123,7 @@ class SharedRepresentation:
         """
         if self.pool is None:
             raise InputError("pool is None, so there is no fixed set of tasks. Set a pool, such as pool=5000.")
-        # `_sample_tasks` draws the parameters first, so these are the parameters of `tasks`
+        # `_sample_tasks` samples the parameters before anything else, so these are the parameters of `tasks`
         return self._sample_parameters(self.pool, self._generator(1))
 
     def sample(self, tasks: int, generator: torch.Generator) -> Episodes:
@@ -140,7 +143,7 @@ class SharedRepresentation:
         if self.pool is None:
             return self._sample_tasks(tasks, generator)
         if tasks > self.pool:
-            raise InputError(f"tasks is {tasks}, but the pool has {self.pool}. Use a larger pool or fewer tasks.")
+            raise InputError(f"tasks is {tasks}, but the pool has {self.pool} tasks. Use a larger pool or fewer tasks.")
         indices = torch.randperm(self.pool, generator=generator)[:tasks]
         return Episodes(*(tensor[indices] for tensor in self.tasks.tensors()))
 
@@ -149,13 +152,14 @@ class SharedRepresentation:
         return torch.Generator().manual_seed(2 * self.seed + stream)
 
     def _sample_parameters(self, tasks: int, generator: torch.Generator) -> Tensor:
+        """Return the regression vectors θ = B*w* of new tasks, (tasks, dimension)."""
         weights = torch.tensor(self.variances).sqrt() * torch.randn(tasks, self.rank, generator=generator)
         if self.mean is not None:
             weights = weights + torch.tensor(self.mean)
         return weights @ self.representation.mT.to(weights)
 
     def _sample_tasks(self, tasks: int, generator: torch.Generator) -> Episodes:
-        parameters = self._sample_parameters(tasks, generator)  # must be the first draw, see `task_parameters`
+        parameters = self._sample_parameters(tasks, generator)  # before all other samples, see `task_parameters`
         x = torch.randn(tasks, self.shots + self.queries, self.dimension, generator=generator)
         noise = math.sqrt(self.noise) * torch.randn(tasks, self.shots + self.queries, 1, generator=generator)
         y = x @ parameters[:, :, None] + noise

@@ -1,4 +1,4 @@
-"""Regression tasks with targets from teacher networks: two layers, with all output weights equal to 1."""
+"""Regression tasks whose targets are the outputs of teacher networks: two layers, with all output weights 1."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def teacher_output(activation: Activation, neurons: Tensor, x: Tensor) -> Tensor
 
     Args:
         activation: The activation σ, a key of `ACTIVATIONS`.
-        neurons: The weights w of the M neurons, (..., M, d).
-        x: The inputs, (..., n, d).
+        neurons: The weights w^k of the M neurons, (..., M, d).
+        x: The n inputs, (..., n, d).
 
     >>> teacher_output("relu", torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.tensor([[2.0, -3.0], [1.0, 4.0]]))
     tensor([[2.],
@@ -56,7 +56,7 @@ class GaussianNeurons:
     torch.Size([4, 3, 2])
     """
 
-    stored_name: ClassVar[str] = "NormalNeurons"  # class name in saved run settings, kept from version 0.1.0
+    stored_name: ClassVar[str] = "NormalNeurons"  # class name of version 0.1.0, which saved runs contain
 
     dimension: int
     width: int = 1
@@ -96,7 +96,7 @@ class FixedNeurons:
     torch.Size([4, 3, 2])
     """
 
-    stored_name: ClassVar[str] = "GivenNeurons"  # class name in saved run settings, kept from version 0.1.0
+    stored_name: ClassVar[str] = "GivenNeurons"  # class name of version 0.1.0, which saved runs contain
 
     neurons: Tensor
 
@@ -150,7 +150,7 @@ class TeacherTasks:
     (torch.Size([6, 10, 2]), torch.Size([6, 10, 1]))
     """
 
-    stored_name: ClassVar[str] = "Teachers"  # class name in saved run settings, kept from version 0.1.0
+    stored_name: ClassVar[str] = "Teachers"  # class name of version 0.1.0, which saved runs contain
 
     neurons: GaussianNeurons | FixedNeurons
     activation: Activation = "softplus"

@@ -1,8 +1,9 @@
 """Yüksel et al. (2023, figure 2): learning of the shared representation B*.
 
 B is the representation of the network. How much of B* it has learned is measured by the squared singular values of
-B*ᵀB. With infinitely many tasks, they converge to the eigenvalues of Λ* (theorem 1), and with infinitely many points
-per task to 1/α. The paper has a figure but reports no numbers, so the rows compare with these limits.
+B*ᵀB. With infinitely many tasks, they converge to the eigenvalues of Λ*, the limit of B*ᵀBBᵀB* (theorem 1). With
+infinitely many points per task, they converge to 1/α, where α is the inner learning rate. The paper shows a figure but
+no numbers, so our values are compared with these limits.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 # Largest relative difference from the limit that counts as agreement. FO-ANIL and FO-MAML are trained on 5000 tasks,
 # for which the paper says that they come close to the limit for infinitely many tasks.
 TOLERANCE = {"infinite-tasks": 0.01, "infinite-samples": 0.01, "fo-anil": 0.1, "fo-maml": 0.1}
-QUANTITIES = {"smallest": "least", "largest": "largest"}  # squared singular values, and their labels in the rows
+QUANTITIES = ("smallest", "largest")  # squared singular value
 
 
 def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Iterator[Row]:
@@ -39,13 +40,14 @@ def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Ite
             config.infinite_sample_settings if name == "infinite-samples" else config.anil_settings
         )
         tolerance = TOLERANCE.get(name)
-        for (quantity, label), limit in zip(QUANTITIES.items(), limits):
-            row = Row.mean(f"{METHODS[name]}, {label}", "squared singular value of B*ᵀB", record.final(quantity))
+        for quantity, limit in zip(QUANTITIES, limits):
+            values = record.final_values(quantity)
+            row = Row.mean(f"{METHODS[name]}, {quantity}", "squared singular value of B*ᵀB", values)
             if tolerance is None:
                 yield replace(row, note="no limit is known")
                 continue
             agrees = abs(row.ours - limit) <= tolerance * limit if options.scale == "paper" else None
-            note = f"published: the limit; agrees within {tolerance:.0%}"
+            note = f"the published value is the limit; agrees if within {tolerance:.0%}"
             yield replace(row, published=limit, agrees=agrees, note=note)
 
 
@@ -56,7 +58,7 @@ def figure(outcome: Outcome[Mapping[str, LinearRecord]]) -> Figure:
     figure, panels = curve_panels(title, 2, config, outcome.data)
     for axes, quantity, limit in zip(panels, QUANTITIES, config.limiting_eigenvalues(config.anil_settings)):
         draw_curves(axes, outcome.data, quantity)
-        axes.axhline(limit, color="gray", linestyle=":", label="limit Λ* of theorem 1, infinite tasks")
+        axes.axhline(limit, color="gray", linestyle=":", label="limit for infinitely many tasks (theorem 1)")
         axes.set(ylabel=f"{quantity} squared singular value of $B_*^T B$", ylim=(0, None))
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure

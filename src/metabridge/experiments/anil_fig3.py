@@ -2,9 +2,9 @@
 
 B is the representation of the network, and B*⊥ spans the orthogonal complement of the shared representation B*. How
 much of B*⊥ the network has unlearned is measured by the squared singular values of B*⊥ᵀB. With infinitely many tasks
-and finitely many points per task, they decrease to zero at least as fast as 1/t (app. H). With infinitely many points
-per task, they stay constant. For Burer–Monteiro factorization, they grow. The paper has a figure but no
-numbers.
+and finitely many points per task, they decrease to zero at least as fast as 1/t after t training steps (app. H). With
+infinitely many points per task, they stay constant. For Burer–Monteiro factorization, they grow. The paper shows a
+figure but no numbers, so the rows state whether our values follow these trends.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ def largest_singular_value_bounds(config: LinearAnilConfig, steps: list[int]) ->
 
 
 def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Iterator[Row]:
-    """Yield the squared singular values at the end of training, and whether their trend agrees with the paper."""
+    """Yield the squared singular values at the end of training, and whether they change as in the paper."""
     config = SETTINGS[options.scale]
     for name, record in records.items():
         for quantity, label in QUANTITIES.items():
             claim_holds, note = check_claim(name, record, quantity, config)
             agrees = claim_holds if options.scale == "paper" or name not in ("fo-anil", "fo-maml") else None
             metric = "squared singular value of B*⊥ᵀB"
-            yield Row.mean(f"{METHODS[name]}, {label}", metric, record.final(quantity), agrees=agrees, note=note)
+            yield Row.mean(f"{METHODS[name]}, {label}", metric, record.final_values(quantity), agrees=agrees, note=note)
 
 
 def check_claim(name: str, record: LinearRecord, quantity: str, config: LinearAnilConfig) -> tuple[bool, str]:
@@ -83,7 +83,7 @@ def figure(outcome: Outcome[Mapping[str, LinearRecord]]) -> Figure:
     bounds = largest_singular_value_bounds(config, [config.steps * value // 100 for value in percent])
     for axes, (quantity, label) in zip(panels, QUANTITIES.items()):
         draw_curves(axes, outcome.data, quantity)
-        axes.plot(percent, bounds, ":", color="gray", label="bound of app. H, infinite tasks")
+        axes.plot(percent, bounds, ":", color="gray", label="bound for infinitely many tasks (app. H)")
         axes.set(ylabel=f"{label} squared singular value of $B_{{*\\perp}}^T B$")
     panels[0].set_ylim(bottom=0)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)

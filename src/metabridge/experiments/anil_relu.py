@@ -1,9 +1,10 @@
 """Yüksel et al. 2023, appendix I: ReLU networks of two and three layers learn the shared representation B* as well.
 
-These networks, the students, are trained on the same tasks as the linear networks, but the theory does not cover them.
-Two results are expected: in the first layer, squared singular values grow along B* and stay small orthogonally to it;
-and on new tasks the risk is lower than before training. The paper prints neither numbers nor how it trained these
-students. Ours are 100 units wide and trained with Adam on 100 tasks per step.
+These networks, called students, are trained on the same tasks as the linear networks, but the theory does not cover
+them. Two results are expected: in the first layer, squared singular values grow along B* and stay small in the
+directions orthogonal to B*; and the excess risk on new tasks is lower than before training. The paper reports neither
+numbers nor training options for these networks. Ours have a width of 100 and are trained by Adam with 100 tasks per
+step.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from metabridge.environments.shared_representation import SharedRepresentation
 from metabridge.experiments.experiment import ExperimentOptions, Outcome, TrainingExperiment
-from metabridge.experiments.records import Record, as_json, run_folder
+from metabridge.experiments.records import Record, as_json, rename_keys, run_folder
 from metabridge.heads import RidgeClassifier
 from metabridge.learners.method import method
 from metabridge.learners.parameters import parameters
@@ -26,18 +27,18 @@ from metabridge.training import Model, evaluate, fit
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SINGLE_TASK = {20: 1.84, 30: 1.63}  # table 1: risk of ridge regression on the inputs, by number of points per task
-PENALTIES = (1.0, 10.0, 30.0, 100.0, 300.0)  # of ridge regression on the features at test time
-SPECTRUM = {
+SINGLE_TASK = {20: 1.84, 30: 1.63}  # table 1: excess risk of ridge regression on the inputs, by number of points
+PENALTIES = (1.0, 10.0, 30.0, 100.0, 300.0)  # candidates for ridge regression on the features at test time
+SPECTRUM = {  # the squared singular values in the figure, with their labels
     "largest": "largest along B*",
     "smallest": "smallest along B*",
-    "orthogonal_mean": "mean orthogonally to B*",
+    "orthogonal_mean": "mean orthogonal to B*",
 }
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How the students are trained and tested."""
+    """The networks, and how they are trained and tested."""
 
     runs: int
     iterations: int
@@ -46,15 +47,15 @@ class Settings:
     methods: tuple[str, ...] = ("fo-anil", "fo-maml")
     layers: tuple[int, ...] = (2, 3)
     width: int = 100
-    pool: int = 5000
+    pool: int = 5000  # number of training tasks
     batch_size: int = 100
-    alpha: float = 0.025
-    m_test: tuple[int, ...] = (20, 30)
+    alpha: float = 0.025  # inner learning rate
+    m_test: tuple[int, ...] = (20, 30)  # numbers of support points of a test task
 
-    def stored(self) -> dict[str, Any]:
-        """Return the fields with the keys that records use."""
-        keys = {"batch_size": "batch", "test_tasks": "judged"}
-        return {keys.get(key, key): value for key, value in asdict(self).items()}
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields with the keys that they have in records."""
+        # These keys of version 0.1.0 are kept, so that existing records still match their settings.
+        return rename_keys(asdict(self), {"batch_size": "batch", "test_tasks": "judged"})
 
 
 SETTINGS = {
@@ -68,11 +69,11 @@ class StudentRecord(Record):
     """The measurements of one student. Each list has two elements: before and after training."""
 
     spectra: list[dict[str, float]]  # squared singular values of the first layer
-    risks: dict[str, list[float]]  # on new tasks, by estimator and number of points per task
+    risks: dict[str, list[float]]  # excess risks on new tasks, by a key such as "ridge, 20 points"
 
 
 def measure(options: ExperimentOptions) -> dict[str, StudentRecord]:
-    """Train every student with every seed, and return the records of the students for which all runs are finished."""
+    """Train every student with every seed. Return the records of the students for which all runs are finished."""
     settings = SETTINGS[options.scale]
     students = [f"{name}-{layers}" for name in settings.methods for layers in settings.layers]
     options.check_only(students)
@@ -87,18 +88,18 @@ def measure(options: ExperimentOptions) -> dict[str, StudentRecord]:
 
 
 def train_student(options: ExperimentOptions, student: str, settings: Settings, seed: int) -> StudentRecord | None:
-    """Return a student's stored record, or train it. Return None if `only` excludes it or the time limit ends it."""
-    plan = as_json({"student": student, "seed": seed, **settings.stored()})
+    """Return the record of a student. If there is none yet, train the student; see `Record.load_or_measure`."""
+    plan = as_json({"student": student, "seed": seed, **settings.to_dict()})
     name = f"{EXPERIMENT.id}-{student}-{options.scale}-{seed}"
 
-    def measurements() -> dict[str, Any] | None:
+    def train_and_measure() -> dict[str, Any] | None:
         method_name, _, layers = student.rpartition("-")
         environment = SharedRepresentation(pool=settings.pool, seed=seed)
         net = mlp(environment.dimension, 1, width=settings.width, depth=int(layers) - 1, bias=False, seed=seed)
         net = net.to(options.device)
         student_method = method(method_name, steps=1, lr=settings.alpha)
-        untrained = Model(student_method, net, parameters(student_method, net))
-        before = measure_student(untrained, environment, settings)
+        untrained_student = Model(student_method, net, parameters(student_method, net))
+        measured_before = measure_student(untrained_student, environment, settings)
         run = fit(
             net,
             student_method,
@@ -116,17 +117,17 @@ def train_student(options: ExperimentOptions, student: str, settings: Settings, 
         )
         if not run.finished:
             return None
-        spectra, risks = zip(before, measure_student(run, environment, settings))
+        spectra, risks = zip(measured_before, measure_student(run, environment, settings))
         risks_by_estimator = {key: [risk[key] for risk in risks] for key in risks[0]}
         return {"minutes": run.seconds / 60, "spectra": list(spectra), "risks": risks_by_estimator}
 
-    return StudentRecord.load_or_measure(options, student, name, plan, measurements)
+    return StudentRecord.load_or_measure(options, student, name, plan, train_and_measure)
 
 
 def measure_student(
     model: Model, environment: SharedRepresentation, settings: Settings
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """Return the spectrum of the first layer, and the risks on new tasks with the same representation."""
+    """Return the squared singular values of the first layer, and the excess risks on new tasks."""
     first_layer = next(parameter.detach() for parameter in model.net.features.parameters())
     singular_values = spectrum(first_layer.double().cpu().mT, environment.representation)
     ridge_models = [
@@ -136,7 +137,7 @@ def measure_student(
     def risk(model: Model, points: int, seed: int) -> float:
         tasks = replace(environment, shots=points, queries=50, pool=None)
         score = evaluate(model, tasks, tasks=settings.test_tasks, seed=seed)
-        return (score.mean - tasks.noise) / 2  # the query labels are noisy
+        return (score.mean - tasks.noise) / 2  # the score is the squared error, including the noise of the labels
 
     risks = {}
     for points in settings.m_test:
@@ -147,7 +148,7 @@ def measure_student(
 
 
 def by_student(records: Mapping[str, StudentRecord]) -> dict[str, list[StudentRecord]]:
-    """Return the records of all runs of each student, by a label such as "FO-ANIL, 3 layers"."""
+    """Group the records by student. The keys are labels such as "FO-ANIL, 3 layers"."""
     students: dict[str, list[StudentRecord]] = {}
     for record in records.values():
         method_name, _, layers = record.plan["student"].rpartition("-")
@@ -156,13 +157,13 @@ def by_student(records: Mapping[str, StudentRecord]) -> dict[str, list[StudentRe
 
 
 def rows(records: Mapping[str, StudentRecord], _: ExperimentOptions) -> Iterator[Row]:
-    """Yield how training changes the spectrum of the first layer and the risks."""
+    """Yield how training changes the singular values of the first layer and the risks."""
     for student, runs in by_student(records).items():
         ratios = [[values["largest"] / values["orthogonal_largest"] for values in run.spectra] for run in runs]
         growth = [after / before for before, after in ratios]
         yield Row.mean(
             f"{student}, first layer",
-            "growth along B* over that orthogonally to it",
+            "growth along B* / growth orthogonal to B*",
             growth,
             agrees=min(growth) > 1,
             note="largest squared singular values; agrees if it grows more along B* in every run",

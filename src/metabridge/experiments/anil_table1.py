@@ -1,8 +1,8 @@
-"""Yüksel et al. (2023, table 1): risks on new tasks of 20 and 30 points, of one gradient step and of ridge regression.
+"""Yüksel et al. (2023, table 1): excess risks of one gradient step (1-GD) and of ridge regression on new tasks.
 
-A risk agrees with the published one if they differ by at most three published standard deviations plus one of ours. Our
-risks are exact expectations over tasks and noise; the risks of ridge regression are averages over random designs. The
-error after one step is also compared with the bound of proposition 1.
+The tasks have 20 or 30 points. A risk agrees with the published one if they differ by at most three published standard
+deviations plus one of ours. Our risks are exact expectations over tasks and noise; those of ridge regression are also
+averaged over random inputs. The error after one step is also compared with the bound of proposition 1.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from metabridge.experiments.anil_training_runs import (
 )
 from metabridge.experiments.experiment import ExperimentOptions, Outcome, TrainingExperiment
 from metabridge.report.results import Row
-from metabridge.theory.adaptation import sample_errors_over_bound
+from metabridge.theory.adaptation import sample_error_bound_ratios
 from metabridge.training.linear_anil import LinearAnilConfig
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# By method and estimator: mean and standard deviation over 10 runs, for 20 and for 30 points.
+# By method and estimator: mean and standard deviation of the excess risk over 10 runs, for 20 and for 30 points.
 PUBLISHED = {
     ("single-task", "ridge"): ((1.84, 0.03), (1.63, 0.02)),
     ("oracle", "ridge"): ((0.50, 0.01), (0.34, 0.01)),
@@ -44,11 +44,11 @@ PUBLISHED = {
 }
 BASELINES = {"single-task": "single task", "oracle": "oracle"}  # methods without training
 
-Risks = Mapping[tuple[str, str], list[float]]  # risk of each run, by method and estimator
+Risks = Mapping[tuple[str, str], list[float]]  # excess risk of each run, by method and a key such as "ridge, 20 points"
 
 
 def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Iterator[Row]:
-    """Yield the risks of baselines and trained methods, and the error after one step relative to its bound."""
+    """Yield the risks of baselines and trained methods, and the error after one step divided by its bound."""
     config = SETTINGS[options.scale]
     risks = {(name, key): values for name, record in records.items() for key, values in record.risks.items()}
     yield from risk_rows(baseline_risks(config, options.seed) | risks, config, options.scale)
@@ -56,7 +56,7 @@ def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Ite
 
 
 def baseline_risks(config: LinearAnilConfig, seed: int) -> dict[tuple[str, str], list[float]]:
-    """Return the risks of ridge regression on the inputs, and on the true representation."""
+    """Return the risks of ridge regression on the inputs ("single-task") and on the true representation ("oracle")."""
     identity = torch.eye(config.dimension, dtype=torch.float64)
     risks: dict[tuple[str, str], list[float]] = {}
     for points in config.m_test:
@@ -84,28 +84,28 @@ def risk_rows(risks: Risks, config: LinearAnilConfig, scale: str) -> Iterator[Ro
                 values,
                 published=published,
                 agrees=abs(mean - published) <= 3 * published_std + std if comparable else None,
-                note=note if comparable else f"{note}; trained for less than the published",
+                note=note if comparable else f"{note}; trained for fewer steps than in the paper",
             )
 
 
 def bound_rows(config: LinearAnilConfig, seed: int) -> Iterator[Row]:
-    """Yield the error after one step at the limit of theorem 1, divided by proposition 1's bound without its constant.
+    """Yield the error after one step, divided by the bound of proposition 1 without its constant.
 
-    The bound holds with a probability p. The rows contain the p-quantile of this ratio over tasks, which is the
-    smallest constant for which the bound holds.
+    The network is the limit of theorem 1. The bound holds with a probability p. The rows contain the p-quantile of this
+    ratio over tasks, which is the smallest constant for which the bound holds.
     """
     probability = 1 - 4 * math.exp(-len(config.variances) / 2)
     for points in config.m_test:
         quantiles = []
         for environment in config.environments(seed):
             generator = torch.Generator().manual_seed(environment.seed)
-            ratios = sample_errors_over_bound(
+            ratios = sample_error_bound_ratios(
                 config.covariance(), config.noise, config.anil_settings, points, config.designs, generator
             )
             quantiles.append(float(ratios.quantile(probability)))
         yield Row.mean(
             f"theorem 1's limit, 1-GD, {points} points",
-            f"error over proposition 1's bound, {probability:.0%} quantile",
+            f"error / proposition 1's bound, {probability:.0%} quantile",
             quantiles,
             agrees=max(quantiles) <= 1,
             note="agrees if the bound holds with a constant of 1",

@@ -1,6 +1,7 @@
 """Linear networks trained on tasks with a shared representation (Yüksel et al. 2023, figures 2 and 3, table 1).
 
-All runs of a method are trained together and stored in one record, which several experiments share.
+All runs of a method are trained together, and their measurements are stored in one record, which several experiments
+share.
 """
 
 from __future__ import annotations
@@ -33,18 +34,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# The label of each method, which is also in the names of rows in results/anil-*.json.
 METHODS = {
     "fo-anil": "FO-ANIL",
     "fo-maml": "FO-MAML",
-    "infinite-tasks": "FO-ANIL, infinite tasks",
-    "infinite-samples": "FO-ANIL, infinite samples",
+    "infinite-tasks": "FO-ANIL, infinitely many tasks",
+    "infinite-samples": "FO-ANIL, infinitely many samples",
     "burer-monteiro": "Burer–Monteiro",
 }
 SETTINGS = {
     "quick": LinearAnilConfig(runs=2, tasks=500, steps=2000, iterations=60, designs=200),
     "paper": LinearAnilConfig(),
 }
-PENALTIES = torch.logspace(-1, 4, 51, dtype=torch.float64)  # penalties of ridge regression to choose from at test time
+PENALTIES = torch.logspace(-1, 4, 51, dtype=torch.float64)  # candidates for ridge regression at test time
 
 
 @dataclass(frozen=True)
@@ -52,34 +54,34 @@ class LinearRecord(Record):
     """The measurements of all runs of one method."""
 
     curves: RepresentationCurves
-    risks: dict[str, list[float]]  # risk on new tasks of each run, by estimator and number of points per task
+    risks: dict[str, list[float]]  # excess risk of each run on new tasks, by a key such as "ridge, 20 points"
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> LinearRecord:
         """Return the record with these fields, as read from JSON."""
         return cls(**{**stored, "curves": RepresentationCurves(**stored["curves"])})
 
-    def final(self, quantity: str) -> list[float]:
-        """Return a quantity at the end of training, for each run."""
+    def final_values(self, quantity: str) -> list[float]:
+        """Return the value of a quantity at the end of training, for each run."""
         return [curve[-1] for curve in self.curves.values[quantity]]
 
 
 def train_all_methods(options: ExperimentOptions) -> dict[str, LinearRecord]:
-    """Train all methods on tasks with mean zero."""
+    """Return the records of all methods on tasks with zero mean; see `train_methods`."""
     return train_methods(options, SETTINGS[options.scale], tuple(METHODS))
 
 
 def train_methods(
     options: ExperimentOptions, config: LinearAnilConfig, methods: Sequence[str]
 ) -> dict[str, LinearRecord]:
-    """Return the records of the finished methods, after training those that `only` selects."""
+    """Train the methods that `only` selects and that have no record yet. Return the records of the finished methods."""
     options.check_only(methods)
     records = {name: train_method(options, name, config) for name in methods}
     return {name: record for name, record in records.items() if record is not None}
 
 
 def train_method(options: ExperimentOptions, method: str, config: LinearAnilConfig) -> LinearRecord | None:
-    """Return the record of a method, after training if there is none; see `Record.load_or_measure`."""
+    """Return the record of a method. If there is none yet, train first; see `Record.load_or_measure`."""
     plan = {"method": method, "seed": options.seed, **asdict(config)}
     name = f"anil{'' if config.mean is None else '-mean'}-{method}-{options.scale}-{options.seed}"
 
@@ -103,12 +105,12 @@ def train_method(options: ExperimentOptions, method: str, config: LinearAnilConf
 def new_task_risks(
     config: LinearAnilConfig, environments: list[SharedRepresentation], nets: TrainedLinearNets
 ) -> dict[str, list[float]]:
-    """Return the risk on new tasks of each run, by estimator and number of points per task."""
+    """Return the excess risks of all runs on new tasks, by estimator and number of points per task."""
     risks: dict[str, list[float]] = {}
     for points in config.m_test:
         if nets.w is not None:
             tasks_by_run = (TaskMoments.from_environment(environment) for environment in environments)
-            risks[f"1-GD, {points} points"] = [  # after one step of gradient descent
+            risks[f"1-GD, {points} points"] = [  # 1-GD is one step of gradient descent
                 float(one_step_risk(B, w, tasks, config.alpha, points))
                 for B, w, tasks in zip(nets.B, nets.w, tasks_by_run)
             ]
@@ -119,19 +121,22 @@ def new_task_risks(
 
 
 def ridge_risk(config: LinearAnilConfig, environment: SharedRepresentation, B: Tensor, points: int) -> float:
-    """Return the risk of ridge regression on the representation `B`, with the penalty selected on other designs."""
+    """Return the excess risk of ridge regression on the representation `B`.
+
+    The penalty is selected on other random inputs than those of the risk.
+    """
     tasks, generator = TaskMoments.from_environment(environment), torch.Generator().manual_seed(environment.seed)
     return selected_ridge_risk(B, tasks, points, PENALTIES, designs=config.designs, generator=generator)
 
 
 def curve_panels(
-    title: str, panels: int, config: LinearAnilConfig, records: Mapping[str, LinearRecord], **options: Any
+    title: str, num_panels: int, config: LinearAnilConfig, records: Mapping[str, LinearRecord], **options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure, and its panels. The x axis of each panel is the percentage of training steps taken."""
+    """Return a figure and its panels. The x-axis of each panel is the percentage of the training steps."""
     from metabridge.report import result_figures
 
     title = f"{title}: means of {config.runs} runs ± one standard deviation"
-    figure, axes = result_figures.subplots(title, 1, panels, (1 + 4.6 * panels, 5), **options)
+    figure, axes = result_figures.subplots(title, 1, num_panels, (1 + 4.6 * num_panels, 5), **options)
     xlabel = f"training, % of {config.steps:,} steps".replace(",000", " 000")
     if "burer-monteiro" in records:
         xlabel += f"\n(Burer–Monteiro: of {config.iterations} iterations of L-BFGS)"
@@ -150,7 +155,7 @@ def draw_curves(axes: Axes, records: Mapping[str, LinearRecord], quantity: str) 
             continue
         curves = records[name].curves
         percent = [100 * step / curves.steps[-1] for step in curves.steps]
-        # The curves of FO-MAML and FO-ANIL coincide, so one is dashed and drawn over the wider line of the other.
+        # The curves of FO-MAML and FO-ANIL coincide. To show both, FO-MAML is dashed, over a wider line of FO-ANIL.
         style, width = "--" if name == "fo-maml" else "-", 2.2 if name == "fo-anil" else 1.8
         runs = curves.values[quantity]
         plot_mean_and_deviation(axes, percent, runs, color, label, linestyle=style, linewidth=width)

@@ -1,8 +1,10 @@
 """Wang et al. 2021, figure 1: the gap between the predictions of ANIL and MTL, by network depth and inner-loop time.
 
-Theorem 1 bounds the gap ‖F_ANIL − F_MTL‖ on a test task by O(λτ + 1/L) + ε at depth L and inner time λτ, where ε
-decreases with the width. The first panel varies L at λτ = 0. The other two vary λτ at L = 10. With training until
-convergence and no ridge, the gap does not depend on λτ; therefore one panel has ridges and the other early stopping.
+Theorem 1 bounds the gap ‖F_ANIL − F_MTL‖ between the predictions on a test task by O(λτ + 1/L) + ε, where L is the
+depth, λτ the inner time (inner learning rate λ times number of steps τ), and ε an error that decreases with the width.
+The first panel varies L at λτ = 0. The other two vary λτ at L = 10. Without a ridge penalty and with training until
+convergence, the gap does not depend on λτ. Therefore, one of these panels has ridge penalties and the other early
+stopping.
 """
 
 from __future__ import annotations
@@ -26,25 +28,25 @@ if TYPE_CHECKING:
 # Gaps by depth. The paper prints no numbers; these come from an independent implementation of its formulas with
 # analytic kernels and other seeds. Means over 5 runs vary by about 10 %.
 REFERENCE = {2: 1.19, 3: 0.78, 5: 0.44, 7: 0.32, 10: 0.23, 15: 0.15, 20: 0.11}
-TOLERANCE = 0.15  # relative, for the gaps and for the exponent −1
+TOLERANCE = 0.15  # relative tolerance of the gaps and of the exponent −1
 ANALYTIC = "infinite width"
-FIXED_DEPTH = 10  # of the panels that vary λτ
+FIXED_DEPTH = 10  # depth of the networks in the panels that vary λτ
 CONVERGED = "trained to the end, no ridge"  # in the names of rows in results/bridge-fig1.json
 
-ByDepth = dict[int, list[float]]  # the gaps of all runs at each depth L
-ByTime = dict[float, list[float]]  # the gaps of all runs at each inner time λτ
+GapsByDepth = dict[int, list[float]]  # the gaps of all runs at each depth L
+GapsByTime = dict[float, list[float]]  # the gaps of all runs at each inner time λτ
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Numbers of runs and tasks, and values to vary. Every run draws new tasks and, at finite width, new weights."""
+    """Numbers of runs and tasks, and the values that are compared. Every run has new tasks and new initial weights."""
 
     runs: int
     depths: tuple[int, ...]
     widths: tuple[int, ...]
     inner_times: tuple[float, ...]  # λτ
     ridges: tuple[float, ...]
-    outer_times: tuple[float, ...]  # ηt
+    outer_times: tuple[float, ...]  # ηt, outer learning rate times number of steps
     training_tasks: int = 20
     test_tasks: int = 20
 
@@ -72,10 +74,10 @@ SETTINGS = {
 class Gaps(NamedTuple):
     """The gaps by depth for each width, and by inner time for training to convergence and for each regularization."""
 
-    by_depth: dict[str, ByDepth]
-    converged: ByTime
-    with_ridge: dict[str, ByTime]
-    early_stopped: dict[str, ByTime]
+    by_depth: dict[str, GapsByDepth]
+    converged: GapsByTime
+    with_ridge: dict[str, GapsByTime]
+    early_stopped: dict[str, GapsByTime]
 
 
 def measure(options: ExperimentOptions) -> Gaps:
@@ -96,7 +98,7 @@ def measure(options: ExperimentOptions) -> Gaps:
             values.append(prediction_gap(*fit_anil_and_mtl(kernel, train, **training), test))
         return values
 
-    def by_time(**training: float) -> ByTime:
+    def by_time(**training: float) -> GapsByTime:
         return {time: gaps(FIXED_DEPTH, inner_time=time, **training) for time in settings.inner_times}
 
     widths = {ANALYTIC: None} | {f"width {width}": width for width in settings.widths}
@@ -104,7 +106,9 @@ def measure(options: ExperimentOptions) -> Gaps:
         by_depth={name: {depth: gaps(depth, width) for depth in settings.depths} for name, width in widths.items()},
         converged=by_time(),
         with_ridge={f"trained to the end, ridge {ridge:g}": by_time(ridge=ridge) for ridge in settings.ridges},
-        early_stopped={f"stopped at ηt = {end:g}, no ridge": by_time(outer_time=end) for end in settings.outer_times},
+        early_stopped={
+            f"stopped at ηt = {time:g}, no ridge": by_time(outer_time=time) for time in settings.outer_times
+        },
     )
 
 
@@ -113,7 +117,7 @@ def rows(gaps: Gaps, _: ExperimentOptions) -> list[Row]:
     return depth_rows(gaps.by_depth) + time_rows({CONVERGED: gaps.converged} | gaps.with_ridge | gaps.early_stopped)
 
 
-def depth_rows(by_depth: Mapping[str, ByDepth]) -> list[Row]:
+def depth_rows(by_depth: Mapping[str, GapsByDepth]) -> list[Row]:
     """Return the gap at each depth, and the exponent p of the power law gap ∝ L^p that is fitted to the gaps."""
     result = []
     for name, gaps in by_depth.items():
@@ -121,28 +125,28 @@ def depth_rows(by_depth: Mapping[str, ByDepth]) -> list[Row]:
             row = Row.mean(f"{name}, L = {depth}", "gap", values)
             if name == ANALYTIC and depth in REFERENCE:
                 note = "reference: an independent implementation of the paper's formulas; the paper prints no numbers"
-                row = row.compared(REFERENCE[depth], TOLERANCE, note)
+                row = row.with_published(REFERENCE[depth], TOLERANCE, note)
             result.append(row)
         law = PowerLaw.fit(gaps)
         row = Row(f"{name}, L from {min(gaps)} to {max(gaps)}", "exponent of L", ours=law.exponent, ci95=law.ci95)
         note = "" if name == ANALYTIC else "the error ε of the theorem decreases with the width, but not with L"
-        result.append(row.compared(-1.0, TOLERANCE, note))
+        result.append(row.with_published(-1.0, TOLERANCE, note))
     return result
 
 
-def time_rows(by_time: Mapping[str, ByTime]) -> list[Row]:
-    """Return the ratio of the gap at the longest inner time to the gap at λτ = 0.
+def time_rows(by_time: Mapping[str, GapsByTime]) -> list[Row]:
+    """Return the ratio of the gap at the longest inner time to the gap at λτ = 0, for each kind of training.
 
-    The row of training to convergence without a ridge agrees if the ratio is 1 ± 0.001. Every other row agrees if the
+    For training to convergence without a ridge, the row agrees if the ratio is 1 ± 0.001. All other rows agree if the
     mean gap always increases with λτ, as in the paper's figure.
     """
     result = []
     for name, gaps in by_time.items():
-        longest = max(gaps)
-        ratios = [gap / initial_gap for initial_gap, gap in zip(gaps[0.0], gaps[longest])]
-        row = Row.mean(f"L = {FIXED_DEPTH}, {name}", f"gap at λτ = {longest:g} / gap at 0", ratios)
+        longest_time = max(gaps)
+        ratios = [gap / gap_at_zero for gap_at_zero, gap in zip(gaps[0.0], gaps[longest_time])]
+        row = Row.mean(f"L = {FIXED_DEPTH}, {name}", f"gap at λτ = {longest_time:g} / gap at 0", ratios)
         if name == CONVERGED:
-            row = row.compared(1.0, tolerance=1e-3, note="λτ cancels")
+            row = row.with_published(1.0, tolerance=1e-3, note="λτ cancels")
         else:
             times_by_gap = sorted(gaps, key=lambda time: sum(gaps[time]))
             note = f"smallest at λτ = {times_by_gap[0]:g}; agrees if the gap always increases with λτ"

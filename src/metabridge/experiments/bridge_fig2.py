@@ -1,4 +1,4 @@
-"""Wang et al. 2021, figure 2: accuracy against training time of methods with the same network, a ResNet-12."""
+"""Wang et al. 2021, figure 2: accuracy against training time of four methods, all with a ResNet-12."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 
 def measure(options: ExperimentOptions) -> dict[str, TrainingRecord]:
-    """Return the records of the methods."""
+    """Return the records of the four methods."""
     return train_or_load_all(options, ("mtl", "rfs", "r2d2", "metaoptnet"))
 
 
 def rows(records: Mapping[str, TrainingRecord], _: ExperimentOptions) -> list[Row]:
-    """Return the test accuracies, the seconds of evaluation and the minutes of training."""
+    """Return the test accuracies, and the durations of evaluation and training."""
     rows = []
     for name, record in records.items():
         for shots in SHOTS:
-            score = record.selected(shots)
+            score = record.selected_accuracy(shots)
             ours, ci95, note = 100 * score.mean, 100 * score.ci95, f"after {record.minutes:.1f} minutes"
             rows.append(Row(f"{name}, {shots}-shot", "accuracy %", ours=ours, ci95=ci95, note=note))
         if record.evaluation_seconds is not None:
@@ -35,7 +35,7 @@ def rows(records: Mapping[str, TrainingRecord], _: ExperimentOptions) -> list[Ro
 
 
 def figure(outcome: Outcome[Mapping[str, TrainingRecord]]) -> Figure:
-    """Draw the validation accuracies against minutes of training."""
+    """Draw the validation accuracies against training time."""
     from metabridge.report.result_figures import accuracy_over_time
 
     curves = {

@@ -17,7 +17,10 @@ GAP_LABEL = "gap $\\|F_{ANIL} - F_{MTL}\\|$ on a test task"
 def draw_tasks(
     runs: int, training_tasks: int, test_tasks: int, seed: int, device: str
 ) -> dict[int, tuple[Episodes, Episodes]]:
-    """Return the training and test tasks of every run, by the run's seed. Different values of `seed` share no runs."""
+    """Return the training and test tasks of every run, by the seed of the run.
+
+    No two runs have the same seed, even if `seed` differs.
+    """
     run_seeds = range(seed * runs, (seed + 1) * runs)
     return {run_seed: regression_tasks(run_seed, training_tasks, test_tasks, device) for run_seed in run_seeds}
 
@@ -44,5 +47,5 @@ def fit_anil_and_mtl(
 
 
 def prediction_gap(anil: FittedKernelLearner, mtl: FittedKernelLearner, test: Episodes) -> float:
-    """Return ‖F_ANIL − F_MTL‖ on the queries of a task, averaged over the test tasks."""
+    """Return the mean over test tasks of ‖F_ANIL − F_MTL‖, where F are the predictions for the queries of a task."""
     return float((anil.predict(test) - mtl.predict(test)).flatten(1).norm(dim=1).mean())

@@ -18,7 +18,8 @@ PUBLISHED: dict[str, dict[int, tuple[float, float]]] = {
     "mtl": {1: (59.84, 0.22), 5: (77.72, 0.09)},
     "rfs": {1: (62.02, 0.63), 5: (79.64, 0.44)},  # Tian et al. 2020
 }
-OTHER_NETWORK = {"r2d2": "published with four convolutions"}  # not comparable: ours has another network
+# Methods whose published network differs from ours, so that the accuracies are not comparable.
+OTHER_NETWORK = {"r2d2": "published with four convolutions"}
 
 
 def measure(options: ExperimentOptions) -> dict[str, TrainingRecord]:
@@ -32,7 +33,7 @@ def rows(records: Mapping[str, TrainingRecord], options: ExperimentOptions) -> l
     for name, record in records.items():
         method = name.partition("-")[0]
         for shots in sorted({score.shots for score in record.scores}):
-            score = record.selected(shots)
+            score = record.selected_accuracy(shots)
             published, margin = PUBLISHED[method][shots]
             ours, ci95 = 100 * score.mean, 100 * score.ci95
             comparable = options.scale == "paper" and method not in OTHER_NETWORK

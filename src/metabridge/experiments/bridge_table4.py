@@ -19,7 +19,7 @@ def measure(options: ExperimentOptions) -> dict[str, TrainingRecord]:
 
 
 def rows(records: Mapping[str, TrainingRecord], _: ExperimentOptions) -> list[Row]:
-    """Return the hours of training, and the ratio of the times to reach the same validation accuracy."""
+    """Return the training time of each method, and the ratio of the times to reach the same validation accuracy."""
     rows = [
         Row(
             f"{name}, training",

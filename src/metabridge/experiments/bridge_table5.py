@@ -1,4 +1,4 @@
-"""Wang et al. 2021, table 5: 5-shot accuracy of MTL by the L2 penalty of the test-time logistic regression."""
+"""Wang et al. 2021, table 5: 5-shot accuracy of MTL for each L2 penalty of the test-time logistic regression."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PUBLISHED = dict(zip(PENALTIES, (76.86, 77.02, 77.28, 77.61, 77.72, 77.55, 76.82
 
 
 def measure(options: ExperimentOptions) -> dict[str, TrainingRecord]:
-    """Return the record of MTL, which has the accuracy for every penalty."""
+    """Return the record of MTL, which contains the accuracy for every penalty."""
     return train_or_load_all(options, ("mtl",))
 
 

@@ -1,11 +1,11 @@
-"""Check whether diagnoses rank small above large r_H, as Collins et al. (2022, section 5), and order methods rightly.
+"""Check whether diagnoses predict larger gains for small r_H (Collins et al. 2022, §5) and the right order of methods.
 
-r_H is the dispersion of the solutions of the hard tasks. If all hard tasks are from two alphabets ("small
-r_H"), the diagnosis must predict a larger gain of adaptation than if they are from ten alphabets ("large r_H"), as in
-table 1 of the paper. Each seed has a new untrained network, whose features also determine which alphabets are hard. On
-glyphs, small networks are trained in both settings to measure how much more accurate MAML is than NAL. If the output
-folder contains the results of the experiments glyphs and kernel-fewshot, the predicted order of methods is compared
-with the order of their accuracies.
+r_H is the dispersion of the solutions of the hard tasks. If all hard tasks are from two alphabets ("small r_H"), the
+diagnosis must predict a larger gain of adaptation than if they are from ten alphabets ("large r_H"), as in table 1 of
+the paper. Each seed initializes another untrained network, whose features also determine which alphabets are hard. On
+glyphs, small networks are trained in both settings to measure how much more accurate MAML is than non-adaptive learning
+(NAL). If the output folder contains the results of the experiments glyphs and kernel-fewshot, the predicted order of
+methods is compared with the order of their accuracies.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from metabridge.experiments.diagnose_cases import PARTS, R_H, Case, diagnose_case, train_case
+from metabridge.experiments.diagnose_cases import R_H, RUN_NAMES, Case, diagnose_case, train_case
 from metabridge.experiments.experiment import Experiment, ExperimentOptions, Outcome
-from metabridge.experiments.landscape_training_runs import NetTraining
+from metabridge.experiments.landscape_training_runs import Conv4Training
 from metabridge.experiments.method_orders import MethodOrder, draw_orders, order_rows, predicted_orders
 from metabridge.report.results import Result, Row
 
@@ -32,21 +32,23 @@ CLAIM = "Collins et al. 2022, §5: adaptation gains more where hard tasks are al
 class Settings:
     """Numbers of tasks and seeds, and how networks are trained."""
 
-    tasks: int  # tasks per diagnosis
-    ranking: int  # tasks per alphabet to rank the alphabets
+    tasks: int  # number of tasks per diagnosis
+    ranking: int  # number of tasks per alphabet, to rank the alphabets
     seeds: int
-    training: NetTraining
+    training: Conv4Training
 
 
 SETTINGS = {
-    "quick": Settings(128, 6, 1, NetTraining("maml", 1e-3, iterations=40, batch_size=4, test_tasks=100, filters=16)),
-    "paper": Settings(256, 12, 3, NetTraining("maml", 1e-3, iterations=300, batch_size=4, test_tasks=400, filters=32)),
+    "quick": Settings(128, 6, 1, Conv4Training("maml", 1e-3, iterations=40, batch_size=4, test_tasks=100, filters=16)),
+    "paper": Settings(
+        256, 12, 3, Conv4Training("maml", 1e-3, iterations=300, batch_size=4, test_tasks=400, filters=32)
+    ),
 }
 
 
 @dataclass(frozen=True)
 class Measurements:
-    """The cases, the orders of methods, and the time to compute both without training."""
+    """The cases, the orders of methods, and the seconds to compute both, without the training runs."""
 
     cases: tuple[Case, ...]
     orders: tuple[MethodOrder, ...]
@@ -55,7 +57,7 @@ class Measurements:
 
 def measure(options: ExperimentOptions) -> Measurements:
     """Diagnose both settings of r_H on each data set, predict orders of methods, and train networks on glyphs."""
-    options.check_only(PARTS)
+    options.check_only(RUN_NAMES)
     settings, started = SETTINGS[options.scale], time.perf_counter()
     names = ["glyphs", "omniglot"] if options.scale == "paper" and options.has_data("omniglot") else ["glyphs"]
     datasets = {name: options.load_images(name).to(options.device) for name in names}
@@ -67,13 +69,13 @@ def measure(options: ExperimentOptions) -> Measurements:
     ]
     orders = tuple(predicted_orders(options.out, datasets, tasks=settings.tasks // 2, seed=options.seed))
     seconds = time.perf_counter() - started
-    trained = [
+    trained_cases = [
         train_case(options, EXPERIMENT.id, settings.training, case, datasets["glyphs"])
         for case in cases
         if case.data == "glyphs"
     ]
-    untrained = [case for case in cases if case.data != "glyphs"]
-    return Measurements((*trained, *untrained), orders, seconds)
+    untrained_cases = [case for case in cases if case.data != "glyphs"]
+    return Measurements((*trained_cases, *untrained_cases), orders, seconds)
 
 
 def rows(data: Measurements, _: ExperimentOptions) -> Iterator[Row]:
@@ -84,12 +86,12 @@ def rows(data: Measurements, _: ExperimentOptions) -> Iterator[Row]:
 
 
 def dataset_rows(name: str, cases: Sequence[Case]) -> Iterator[Row]:
-    """Yield the diagnoses of one data set, the gains of trained MAML, and whether both rank small above large r_H."""
+    """Yield the predicted and the measured gains on one data set, and whether they are larger for small r_H."""
 
-    def ranking_row(quantity: str, is_ranked: Sequence[bool], note: str = "") -> Row:
+    def ranking_row(quantity: str, is_correct: Sequence[bool], note: str = "") -> Row:
         label = f"{name}, small r_H ranked above large by {quantity}"
-        note = f"{sum(is_ranked)} of {len(is_ranked)} seeds{note}; {CLAIM}"
-        return Row.share(label, "seeds %", is_ranked, agrees=all(is_ranked), note=note)
+        note = f"{sum(is_correct)} of {len(is_correct)} seeds{note}; {CLAIM}"
+        return Row.share(label, "seeds %", is_correct, agrees=all(is_correct), note=note)
 
     for case in cases:
         for setting, diagnosis in case.diagnoses.items():
@@ -102,8 +104,8 @@ def dataset_rows(name: str, cases: Sequence[Case]) -> Iterator[Row]:
             yield Row(label, "predicted ratio − 1, %", ours=excess.value, note=note)
     pairs = [(case.diagnoses["small"], case.diagnoses["large"]) for case in cases]
     overlaps = sum(small.ratio.overlaps(large.ratio) for small, large in pairs)
-    is_ranked = [small.ratio.value > large.ratio.value for small, large in pairs]
-    yield ranking_row("predicted ratio", is_ranked, f"; intervals overlap in {overlaps}")
+    is_correct = [small.ratio.value > large.ratio.value for small, large in pairs]
+    yield ranking_row("predicted ratio", is_correct, f"; intervals overlap in {overlaps}")
     yield ranking_row("1 + R²/r_H", [small.gains_more_than(large) for small, large in pairs])
     for setting in R_H:
         gains = [gain for case in cases if (gain := case.gain(setting))]
@@ -114,13 +116,13 @@ def dataset_rows(name: str, cases: Sequence[Case]) -> Iterator[Row]:
             label = f"{name}, {setting} r_H, trained MAML above NAL on hard tasks"
             yield Row(label, "accuracy %", ours=mean, ci95=ci95, note=note)
     gain_pairs = [(case.gain("small"), case.gain("large")) for case in cases]
-    is_ranked = [small.value > large.value for small, large in gain_pairs if small and large]
-    if is_ranked:
-        yield ranking_row("gain of trained MAML", is_ranked)
+    is_correct = [small.value > large.value for small, large in gain_pairs if small and large]
+    if is_correct:
+        yield ranking_row("gain of trained MAML", is_correct)
 
 
 def figure(outcome: Outcome[Measurements]) -> Figure:
-    """Draw the predicted and the trained gains in both settings, and the agreement of the orders of methods."""
+    """Draw the predicted and the measured gains in both settings, and how well the orders of methods are predicted."""
     from metabridge.report import result_figures
     from metabridge.report.figures import COLORS, draw_intervals
 
@@ -133,8 +135,8 @@ def figure(outcome: Outcome[Measurements]) -> Figure:
         label: {case.label: gain for case in cases if (gain := case.gain(setting))} for setting, label in R_H.items()
     }
     has_gains = any(gains.values())
-    panels = 2 + has_gains + bool(orders)
-    figure, grid = result_figures.subplots("", (panels + 1) // 2, 2, (10.8, 4.2 * ((panels + 1) // 2)), squeeze=False)
+    num_rows = (2 + has_gains + bool(orders) + 1) // 2
+    figure, grid = result_figures.subplots("", num_rows, 2, (10.8, 4.2 * num_rows), squeeze=False)
     ratio_axes, distance_axes, *other_axes = grid.flat
     draw_intervals(ratio_axes, ratios)
     ratio_axes.set(title="predicted for one inner step, features of an untrained net", xlim=(0, None))
@@ -165,7 +167,7 @@ def figure(outcome: Outcome[Measurements]) -> Figure:
 
 
 class DiagnosisExperiment(Experiment[Measurements]):
-    """An experiment whose duration includes that of its training runs, which may have been trained earlier."""
+    """An experiment with training runs. Its duration includes the time of runs that were trained by an earlier call."""
 
     resumable: ClassVar[bool] = True
 
@@ -173,8 +175,8 @@ class DiagnosisExperiment(Experiment[Measurements]):
         """Return the result, with the hard alphabets of each seed in its settings."""
         seconds = data.seconds + 60 * sum(record.minutes for case in data.cases for record in case.records.values())
         result = super().result(data, options, seconds)
-        hard = {case.label: dict(case.hard) for case in data.cases}
-        return replace(result, settings={**result.settings, "hard alphabets": hard})
+        hard_alphabets = {case.label: dict(case.hard_alphabets) for case in data.cases}
+        return replace(result, settings={**result.settings, "hard alphabets": hard_alphabets})
 
 
 EXPERIMENT = DiagnosisExperiment("diagnose-images", measure, rows, figure, SETTINGS)

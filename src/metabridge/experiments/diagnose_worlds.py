@@ -1,10 +1,12 @@
 """Check the diagnosis on random linear regression problems, whose exact risks are known.
 
-From sampled tasks, the diagnosis predicts the risk of NAL divided by the risk of MAML. This ratio is compared with the
-ratio of the exact risks after NAL and MAML are trained on other tasks, and its interval with the exact ratio for
-infinitely many training tasks. If two problems differ only in r_H, the dispersion of the solutions of the hard tasks,
-adaptation gains more in the one with the smaller r_H. The diagnosis must rank such pairs correctly even if inner
-learning rates and gains are small.
+From sampled tasks, the diagnosis predicts a ratio: the risk of non-adaptive learning (NAL) divided by the risk of MAML.
+The prediction is compared with the ratio of the exact risks after NAL and MAML are trained on other tasks. Its interval
+is compared with the exact ratio for infinitely many training tasks.
+
+If two problems differ only in r_H, the dispersion of the solutions of the hard tasks, the gain of adaptation is larger
+for the problem with the smaller r_H. The diagnosis must rank such pairs correctly even if inner learning rates and
+gains are small.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from metabridge.theory.linear_problems import LinearProblem
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Pre-training without adaptation is the right recommendation below the first true ratio, adaptation above the second.
+# Below the first ratio, NAL is clearly the right recommendation; above the second, adaptation is.
 CLEAR_RATIOS = (1.1, 1.5)
 QUERIES = 25
-DISPERSION_FACTOR = 4  # r_H of the second problem of a pair, relative to the first
-STEP_FACTOR = 0.1  # inner learning rate of both problems of a pair, relative to the random problem
+DISPERSION_FACTOR = 4  # r_H of the second problem of a pair divided by r_H of the first
+STEP_FACTOR = 0.1  # inner learning rate of both problems of a pair divided by that of single problems
 TRAINING_TASKS = 500  # for NAL and MAML
 
 
@@ -46,21 +48,21 @@ SETTINGS = {"quick": Settings(problems=16, pairs=8, tasks=100), "paper": Setting
 
 @dataclass(frozen=True)
 class Trial:
-    """The diagnosis of a problem, and the true ratio of risks after training on finitely and infinitely many tasks."""
+    """The diagnosis of a problem, and the true ratios of the risks of NAL and MAML."""
 
     diagnosis: Diagnosis
-    trained_ratio: float
-    population_ratio: float
+    trained_ratio: float  # after training on `TRAINING_TASKS` tasks
+    population_ratio: float  # for infinitely many training tasks
 
     @property
     def is_right(self) -> bool | None:
-        """Whether the recommendation is right; None if neither recommendation is clearly right."""
+        """Whether the recommendation is right. None if neither recommendation is clearly right."""
         if CLEAR_RATIOS[0] <= self.trained_ratio <= CLEAR_RATIOS[1]:
             return None
         return self.diagnosis.advice.adapts == (self.trained_ratio > CLEAR_RATIOS[1])
 
 
-Pair = tuple[Diagnosis, Diagnosis]  # of two problems that differ only in r_H; adaptation gains more in the first
+Pair = tuple[Diagnosis, Diagnosis]  # diagnoses of two problems that differ only in r_H; the first r_H is smaller
 
 
 class Measurements(NamedTuple):
@@ -79,7 +81,7 @@ def measure(options: ExperimentOptions) -> Measurements:
 
 
 def random_problem(seed: int) -> LinearProblem:
-    """Draw a problem: for even seeds with the covariances of Collins et al. (2022), for odd seeds with random ones."""
+    """Draw a problem, with the covariances of Collins et al. (2022) for even seeds and random ones for odd seeds."""
     return LinearProblem.random(seed, isotropic=seed % 2 == 0)
 
 
@@ -113,14 +115,14 @@ def rows(data: Measurements, _: ExperimentOptions) -> Iterator[Row]:
 
 def trial_rows(trials: Sequence[Trial]) -> Iterator[Row]:
     """Yield how well predicted ratios, recommendations and intervals agree with the true ratios."""
-    ratios, trained = [trial.diagnosis.ratio for trial in trials], [trial.trained_ratio for trial in trials]
-    predicted = [ratio.value for ratio in ratios]
+    intervals = [trial.diagnosis.ratio for trial in trials]
+    predicted_ratios, true_ratios = [ratio.value for ratio in intervals], [trial.trained_ratio for trial in trials]
     note = f"{len(trials)} problems; realized: exact risks after training on {TRAINING_TASKS} other tasks"
-    linear = correlation(predicted, trained)
+    linear = correlation(predicted_ratios, true_ratios)
     yield Row("linear problems, predicted and realized ratio", "correlation", ours=linear, note=note)
-    errors = [abs(value / true_ratio - 1) for value, true_ratio in zip(predicted, trained)]
+    errors = [abs(predicted / true - 1) for predicted, true in zip(predicted_ratios, true_ratios)]
     note = f"median error {100 * median_low(errors):.1f} %"
-    logarithmic = correlation([math.log(value) for value in predicted], [math.log(value) for value in trained])
+    logarithmic = correlation(list(map(math.log, predicted_ratios)), list(map(math.log, true_ratios)))
     yield Row("linear problems, logarithms of both ratios", "correlation", ours=logarithmic, note=note)
     low, high = CLEAR_RATIOS
     for condition, clear_trials in (
@@ -128,25 +130,23 @@ def trial_rows(trials: Sequence[Trial]) -> Iterator[Row]:
         (f"below {low:g}", [trial for trial in trials if trial.trained_ratio < low]),
     ):
         if clear_trials:
-            name, is_right = (
-                f"linear problems, true ratio {condition}",
-                [bool(trial.is_right) for trial in clear_trials],
-            )
+            name = f"linear problems, true ratio {condition}"
+            is_right = [bool(trial.is_right) for trial in clear_trials]
             yield Row.share(name, "recommendation right %", is_right, note=f"{len(clear_trials)} problems")
     is_covered = [trial.diagnosis.ratio.contains(trial.population_ratio) for trial in trials]
     note = "exact for infinitely many training tasks; 95 is the target if groups are known and tasks infinitely many"
     yield Row.share("linear problems, exact ratio in the 95 % interval", "problems %", is_covered, note=note)
-    width = 100 * median_low((ratio.high - ratio.low) / ratio.value for ratio in ratios)
+    width = 100 * median_low((ratio.high - ratio.low) / ratio.value for ratio in intervals)
     yield Row("linear problems, width of the 95 % interval", "median % of the ratio", ours=width)
 
 
 def pair_rows(pairs: Sequence[Pair]) -> Iterator[Row]:
-    """Yield how often the problem with the smaller r_H ranks above the other."""
+    """Yield how often the diagnosis predicts a larger gain for the problem with the smaller r_H."""
     by_ratio = [small.ratio.value > large.ratio.value for small, large in pairs]
-    separated = [is_right for is_right, (small, large) in zip(by_ratio, pairs) if not small.ratio.overlaps(large.ratio)]
-    separated_note = f"; intervals apart in {len(separated)}, and then right in {sum(separated)}"
+    disjoint = [is_right for is_right, (small, large) in zip(by_ratio, pairs) if not small.ratio.overlaps(large.ratio)]
+    disjoint_note = f"; {len(disjoint)} with disjoint intervals, of which {sum(disjoint)} are ranked correctly"
     by_limit = [small.gains_more_than(large) for small, large in pairs]
-    for quantity, is_right, note in (("ratio", by_ratio, separated_note), ("1 + R²/r_H", by_limit, "")):
+    for quantity, is_right, note in (("ratio", by_ratio, disjoint_note), ("1 + R²/r_H", by_limit, "")):
         name = (
             f"pairs of problems, one with {DISPERSION_FACTOR} times the other's r_H, steps {STEP_FACTOR:g} times as "
             f"long, ranked by {quantity}"
@@ -155,7 +155,7 @@ def pair_rows(pairs: Sequence[Pair]) -> Iterator[Row]:
 
 
 def figure(outcome: Outcome[Measurements]) -> Figure:
-    """Draw predicted ratios against true ratios, and errors relative to the intervals."""
+    """Draw predicted ratios against true ratios, and errors divided by the half-widths of the intervals."""
     from metabridge.report import result_figures
 
     trials, (low, high) = outcome.data.trials, CLEAR_RATIOS
@@ -176,5 +176,6 @@ def figure(outcome: Outcome[Measurements]) -> Figure:
     return figure
 
 
+# The keys are stored in results/diagnose-worlds.json.
 CONSTANTS = {"trained on": TRAINING_TASKS, "clear": CLEAR_RATIOS, "worth": MIN_RATIO}
 EXPERIMENT = Experiment("diagnose-worlds", measure, rows, figure, SETTINGS, CONSTANTS)

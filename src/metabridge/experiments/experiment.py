@@ -1,4 +1,4 @@
-"""Experiments: measurements at two scales, whose results have rows of numbers and a figure."""
+"""Base classes of experiments. Each can be run at two scales, and its result is a table of numbers and a figure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class FinishedRun(Protocol):
-    """What the result of a `TrainingExperiment` needs to know about a training run or search. Records are such runs."""
+    """The attributes that a `TrainingExperiment` uses of a finished training run or search. Every `Record` has them."""
 
     @property
     def plan(self) -> Mapping[str, Any]:
@@ -26,11 +26,11 @@ class FinishedRun(Protocol):
 
     @property
     def environment(self) -> Machine:
-        """The machine that trained or searched."""
+        """The machine on which it ran."""
 
     @property
     def minutes(self) -> float:
-        """Duration of the training run or search."""
+        """Duration of the training run or search, in minutes."""
 
 
 D = TypeVar("D")
@@ -46,9 +46,10 @@ class ExperimentOptions:
         device: Name of the PyTorch device.
         seed: Seed of all random numbers.
         out: Folder for training runs and their records.
-        data: Folder that contains the data sets in subfolders with their names.
+        data: Folder with one subfolder per data set, which has the name of the data set.
         only: Names of the training runs or searches to run. Default: all.
-        minutes: Time limit of a training run, or of all runs that are trained together. The next call resumes them.
+        minutes: Time limit of a training run, or of all runs that are trained together. Unfinished runs are resumed by
+            the next call.
         progress: Whether to show progress bars.
 
     Raises:
@@ -68,15 +69,15 @@ class ExperimentOptions:
         if self.scale not in ("quick", "paper"):
             raise InputError(f"scale is '{self.scale}', but must be 'quick' or 'paper'.")
 
-    def includes(self, part: str) -> bool:
+    def includes(self, run_name: str) -> bool:
         """Return whether `only` selects the training run or search with this name."""
-        return not self.only or part in self.only
+        return not self.only or run_name in self.only
 
-    def check_only(self, parts: Collection[str]) -> None:
-        """Raise an `InputError` if `only` contains a name that is not in `parts`."""
-        unknown = sorted(set(self.only) - set(parts))
+    def check_only(self, run_names: Collection[str]) -> None:
+        """Raise an `InputError` if `only` contains a name that is not in `run_names`."""
+        unknown = sorted(set(self.only) - set(run_names))
         if unknown:
-            problem = f"its parts are {', '.join(parts)}" if parts else "it has only one part"
+            problem = f"its parts are {', '.join(run_names)}" if run_names else "it has only one part"
             raise InputError(f"only is {', '.join(unknown)}, which is not a part of this experiment: {problem}.")
 
     def has_data(self, name: str) -> bool:
@@ -97,15 +98,16 @@ class ExperimentOptions:
         >>> ExperimentOptions("paper").data_name("mini-imagenet")
         'mini-imagenet'
         """
-        missing = "glyphs" if self.scale == "quick" else names[0]
-        return next((name for name in names if self.has_data(name)), missing)
+        fallback = "glyphs" if self.scale == "quick" else names[0]
+        return next((name for name in names if self.has_data(name)), fallback)
 
     def load_images(self, *names: str, size: int | None = None) -> LabeledImages:
-        """Load the data set with the name that `data_name` returns.
+        """Load the first of the data sets that is available, or the glyphs; see `data_name`.
 
         Args:
-            names: The data sets that the experiment can use, the best first.
-            size: Width and height of the images in pixels, except for the glyphs. Default: the usual size.
+            names: The data sets that the experiment can use, in order of preference.
+            size: Height and width to which the images are resized, in pixels. The glyphs are not resized. Default: the
+                usual size of the data set.
 
         Raises:
             InputError: If the scale is "paper" and none of the data sets is available.
@@ -117,10 +119,11 @@ class ExperimentOptions:
             return load(name)
         path = self._data_path(name)
         if path is None:
+            where = "no --data is passed" if self.data is None else f"--data {self.data} does not contain it"
             folders = " or ".join("cifar-100-python" if name == "fs-cifar100" else name for name in names)
             raise InputError(
-                f"data is {self.data}, but the paper scale needs a folder that contains {folders}. "
-                "Use --data with that folder, or --scale quick to try the experiment without it."
+                f"the paper scale needs {folders}, but {where}. Pass the folder that contains it with --data, or use "
+                "--scale quick to run a smaller experiment without it."
             )
         return load(name, path, size=size)
 
@@ -153,10 +156,10 @@ class Experiment(Generic[D]):
         id: Name on the command line and of the result file.
         measure: Function that computes the data.
         rows: Function that computes the rows of the result from the data.
-        figure: Function that draws the outcome. Default: our numbers next to the published ones.
+        figure: Function that draws the outcome. By default, the figure shows our numbers next to the published ones.
         settings: A dataclass with the settings of each scale, stored in the result.
         constants: Settings to store that are the same for both scales.
-        on_cpu: Whether it always computes on the CPU.
+        on_cpu: Whether the experiment runs on the CPU even if the options name another device.
     """
 
     id: str
@@ -176,7 +179,7 @@ class Experiment(Generic[D]):
         return Outcome(self.result(data, options, time.perf_counter() - started), data)
 
     def result(self, data: D, options: ExperimentOptions, seconds: float) -> Result:
-        """Return the result of data that took `seconds` to compute."""
+        """Return the result of an experiment whose data took `seconds` to compute."""
         return Result(
             id=self.id,
             scale=options.scale,
@@ -200,14 +203,14 @@ class Experiment(Generic[D]):
 class TrainingExperiment(Experiment[Mapping[str, R]]):
     """An experiment made of training runs or searches that can be run one by one, stopped and resumed.
 
-    `measure` returns the records of the finished ones by name. The result takes the machine, the settings and the time
+    `measure` returns the records of the finished runs by name. The result takes the machine, the settings and the time
     from the records, because the runs may have been trained earlier and on another machine.
     """
 
     resumable: ClassVar[bool] = True
 
     def result(self, data: Mapping[str, R], options: ExperimentOptions, seconds: float) -> Result:
-        """Return the result of the records.
+        """Return the result that the records contain.
 
         Raises:
             InputError: If no training run or search is finished.

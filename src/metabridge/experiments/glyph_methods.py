@@ -1,4 +1,4 @@
-"""All methods on 5-way 1-shot tasks of the built-in glyphs, tested on alphabets that training does not use.
+"""All methods on 5-way 1-shot tasks of the built-in glyphs, tested on alphabets that are not used in training.
 
 There are no published numbers. The experiment shows how much more accurate each method is than its untrained network,
 how long training takes, and how much harder tasks within one alphabet are than tasks across alphabets.
@@ -49,7 +49,8 @@ class Settings:
         methods: Settings of each method.
         validation_tasks: Number of validation tasks.
         test_tasks: Number of test tasks for the trained networks.
-        other_tasks: Number of tasks for the untrained networks, for tasks within alphabets and for tasks across them.
+        other_tasks: Number of tasks in each of the other evaluations: of untrained networks, and of trained networks on
+            tasks within one alphabet and on tasks across alphabets.
     """
 
     methods: dict[str, MethodSettings]
@@ -66,12 +67,12 @@ SETTINGS = {
         methods={
             "maml": MethodSettings(200, 3e-3, {"steps": 3, "lr": 0.2}),
             "anil": MethodSettings(250, 1e-2, {"steps": 5, "lr": 0.3}),
-            # Each row of mtl's head is trained only by tasks with its class, so many small tasks are best.
+            # MTL's head has a row for each class, trained only by tasks with this class, so many small tasks are best.
             "mtl": MethodSettings(250, 1e-2, batch_size=16, queries=4),
             "nal": MethodSettings(100, 1e-3, {"steps": 5, "lr": 0.1}),
         },
     ),
-    # Selected on validation tasks from one to three settings per method.
+    # For each method, the best of up to three settings on validation tasks.
     "paper": Settings(
         validation_tasks=200,
         test_tasks=2000,
@@ -111,12 +112,14 @@ def measure(options: ExperimentOptions) -> Comparison:
     same_alphabet, different_alphabets = (glyphs.tasks("test", superclass=value) for value in ("same", "different"))
     for name, training in settings.methods.items():
         train = glyphs.tasks("train", queries=training.queries)
-        preset, net = method(name, **training.options), conv4(channels=1, size=28, seed=seed).to(options.device)
-        untrained = Model(preset, net, parameters(preset, net, classes=train.classes, seed=seed))
-        untrained_score = evaluate(untrained, comparison.test_tasks, tasks=settings.other_tasks, seed=seed)
+        few_shot_method = method(name, **training.options)
+        net = conv4(channels=1, size=28, seed=seed).to(options.device)
+        params = parameters(few_shot_method, net, classes=train.classes, seed=seed)
+        untrained_model = Model(few_shot_method, net, params)
+        untrained_score = evaluate(untrained_model, comparison.test_tasks, tasks=settings.other_tasks, seed=seed)
         run = fit(
             net,
-            preset,
+            few_shot_method,
             train,
             validate=glyphs.tasks("validation"),
             validate_tasks=settings.validation_tasks,
@@ -150,7 +153,7 @@ def rows(comparison: Comparison, _: ExperimentOptions) -> list[Row]:
 
 
 def figure(outcome: Outcome[Comparison]) -> Figure:
-    """Draw the accuracies of every method."""
+    """Draw the accuracies of all methods."""
     from metabridge.report import figures
 
     return figures.accuracies(outcome.data.scores)

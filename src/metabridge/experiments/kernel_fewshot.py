@@ -1,9 +1,9 @@
 """Few-shot classification with kernels: the gains of MTL, ANIL and MAML at infinite width and of trained networks.
 
-There are no published numbers. The order of the classes in a task is arbitrary, so an output of the network means
-another class in every task. At infinite width, an output learns only from the same output in other tasks, so averaged
-over all orders of the classes there is nothing to learn. Networks of finite width share features between outputs and
-can learn these.
+There are no published numbers. The order of the classes in a task is arbitrary, so an output of the network stands for
+different classes in different tasks. At infinite width, an output learns only from the same output in other tasks.
+Averaged over all orders of the classes, there is nothing that it can learn. In networks of finite width, all outputs
+share features, which can be learned.
 
 The experiment measures the gain over regression on the support set alone: for kernels with different numbers of
 training tasks, for trained networks, and for a control in which outputs have the same meaning in all tasks, because
@@ -43,21 +43,23 @@ if TYPE_CHECKING:
 
     from metabridge.diagnosis import Interval
 
-SIZE = 16  # pixels a side, the smallest size for conv4's kernel, whose cost grows with the fourth power of the size
+# Height and width of the images in pixels: the smallest size that conv4 allows, because the cost of its kernel grows
+# with the fourth power of the size.
+SIZE = 16
 KERNELS: dict[str, AnalyticKernel] = {"fully connected": fully_connected_kernel(depth=3), "conv4": conv4_kernel()}
 METHODS: tuple[KernelMethod, ...] = ("mtl", "anil", "maml")
-# Regression on the support set alone: methods with an outer time of 0, so that only the inner loop is left.
+# Regression on the support set alone, by kernel: methods without outer training (outer time 0), which only adapt.
 BASELINES: dict[str, KernelMethod] = {"NNGP": "anil-split", "NTK": "maml"}
 INNER_TIMES, RIDGES = (10.0, math.inf), (0.01, 1.0, 100.0)  # for kernels scaled so that Θ has a mean diagonal of 1
 ANIL_TIME = 1.0  # inner time of ANIL in training
-SUPPORT_ALONE, NEW_TASKS = "support alone", "fresh tasks"  # labels of the training data
+SUPPORT_ALONE, NEW_TASKS = "support alone", "fresh tasks"  # labels of the training data in the names of rows
 MODEL_OPTIONS: dict[str, dict[str, object]] = {"conv4": {"filters": 32}, "mlp": {"width": 256}}
 QUERIES = {1: 2, 5: 1}  # query images per class in the training tasks of kernels, by number of shots
 
 
 @dataclass(frozen=True)
 class PoolSize:
-    """The number of classes to use from a split, and the number of images per class."""
+    """The number of classes of a split that are used, and the number of images per class."""
 
     classes: int
     images: int
@@ -78,18 +80,18 @@ class Settings:
     plans: tuple[ImageTrainingConfig, ...]  # how to train the networks
 
     def pool(self, images: LabeledImages, kernel: str, seed: int) -> LabeledImages:
-        """Return the images for a kernel. Validation and test images are the same for all kernels."""
+        """Return the images that are used with a kernel. Validation and test images are the same for all kernels."""
         sizes = {"train": self.train[kernel], "validation": self.validation, "test": self.test}
         return random_subset(images, {split: (size.classes, size.images) for split, size in sizes.items()}, seed=seed)
 
     def evaluation_tasks(self, pool: LabeledImages, split: str, shots: int) -> ImageTasks:
-        """Return the tasks of a split, with the largest number of queries that all shots and splits allow."""
+        """Return the tasks of a split, with the largest number of queries that is possible for all shots and splits."""
         images_per_class = min(self.validation.images, self.test.images)
         return pool.tasks(split, shots=shots, queries=images_per_class - max(self.shots))
 
 
 def network_configs(iterations: int, models: Iterable[str]) -> tuple[ImageTrainingConfig, ...]:
-    """Return how to train each network on 1-shot tasks by MAML, ANIL and MTL."""
+    """Return the configurations for training each network on 1-shot tasks by MAML, ANIL and MTL."""
     base = ImageTrainingConfig("maml", queries=5, iterations=iterations, lr=3e-3, validate_tasks=60)
     configs = []
     for model in models:
@@ -130,7 +132,7 @@ SETTINGS = {
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """The test accuracy of one learner on one kind of task."""
+    """The test accuracy of one learner on the tasks of one data set with one number of shots."""
 
     dataset: str
     shots: int
@@ -138,7 +140,7 @@ class Trial:
     trained_on: str  # label of the training data
     score: Score
     note: str
-    baseline: Score | None = None  # of the same kernel, after regression on the support set alone
+    baseline: Score | None = None  # accuracy of regression on the support set alone, with the same kernel
 
     def rows(self) -> Iterator[Row]:
         """Yield the accuracy, and its gain over the baseline."""
@@ -154,7 +156,7 @@ def _score_row(name: str, metric: str, score: Score, note: str) -> Row:
 
 
 class Comparison(NamedTuple):
-    """The rows with the times to compute the kernel tables, and all trials."""
+    """All trials, and the rows with the durations of computing the kernel tables."""
 
     table_rows: list[Row]
     trials: list[Trial]
@@ -168,15 +170,17 @@ def measure(options: ExperimentOptions) -> Comparison:
         for name, kernel in KERNELS.items():
             pool = settings.pool(images, name, options.seed)
             pixels = layer_norm(pool.images.double(), pool.images.shape[1:])  # mean 0 and variance 1 in each image
-            x, start = (pixels if kernel.pixel_dims else pixels.flatten(1)).to(options.device), time.perf_counter()
-            table, seconds = KernelTable.compute(kernel, x), time.perf_counter() - start
+            x = (pixels if kernel.pixel_dims else pixels.flatten(1)).to(options.device)
+            start = time.perf_counter()
+            table = KernelTable.compute(kernel, x)
+            seconds = time.perf_counter() - start
             note = f"{len(x)} images at {SIZE} px"
             comparison.table_rows.append(Row(f"{dataset}, {name} kernel", "seconds", ours=seconds, note=note))
             case = KernelCase(settings, dataset, name, table, pool, options.seed)
             for shots in settings.shots:
                 comparison.trials.extend(kernel_trials(case, shots, settings.training_tasks))
-            ink = pixels[:, 0, : SIZE // 2].mean((1, 2))
-            case = replace(case, kernel=f"{name}, labels by ink,", order=ink)
+            ink = pixels[:, 0, : SIZE // 2].mean((1, 2))  # in the upper half of each image
+            case = replace(case, kernel=f"{name}, labels by ink,", sort_keys=ink)
             comparison.trials.extend(kernel_trials(case, settings.shots[0], settings.training_tasks[-1:]))
         comparison.trials.extend(network_trials(options, settings, dataset, images, pool))
     return comparison
@@ -186,7 +190,7 @@ def load_dataset(name: str, options: ExperimentOptions) -> LabeledImages:
     """Load a data set.
 
     Raises:
-        InputError: If it is read from a folder and `options.data` is None.
+        InputError: If the data set must be read from a folder, but `options.data` is None.
     """
     if name == "glyphs":
         return load("glyphs")
@@ -197,7 +201,7 @@ def load_dataset(name: str, options: ExperimentOptions) -> LabeledImages:
 
 @dataclass(frozen=True, eq=False)
 class KernelCase:
-    """A kernel on the images of a pool. If `order` is not None, labels are ranks, as in `IndexedTasks`."""
+    """A kernel and the images on which it is evaluated. `sort_keys` determine the labels, as in `IndexedTasks`."""
 
     settings: Settings
     dataset: str
@@ -205,14 +209,14 @@ class KernelCase:
     table: KernelTable
     pool: LabeledImages
     seed: int
-    order: Tensor | None = None
+    sort_keys: Tensor | None = None
 
 
 def kernel_trials(case: KernelCase, shots: int, task_counts: tuple[int, ...]) -> Iterator[Trial]:
-    """Yield the trials of regression on the support set alone, and of each method with each number of tasks."""
+    """Yield the trials of regression on the support set, and of each method with each number of training tasks."""
     settings, pool, table, seed = case.settings, case.pool, case.table, case.seed
     train, validation, test = (
-        IndexedTasks(environment, case.order)
+        IndexedTasks(environment, case.sort_keys)
         for environment in (
             pool.tasks("train", shots=shots, queries=QUERIES[shots]),
             settings.evaluation_tasks(pool, "validation", shots),
@@ -229,11 +233,11 @@ def kernel_trials(case: KernelCase, shots: int, task_counts: tuple[int, ...]) ->
         learner = select_model(fitted, validation, tasks=settings.validation_tasks, seed=seed).learner
         start = time.perf_counter()
         model = learner.fit(tasks)
-        score, cost = timed_test(settings, model, test, seed, time.perf_counter() - start)
+        score, timing = timed_test(settings, model, test, seed, time.perf_counter() - start)
         note = f"inner time {learner.test_time or learner.inner_time:g}" + (
             f", ridge {learner.ridge:g}" if baseline else ""
         )
-        return Trial(case.dataset, shots, f"{case.kernel} {name}", trained_on, score, f"{note}; {cost}", baseline)
+        return Trial(case.dataset, shots, f"{case.kernel} {name}", trained_on, score, f"{note}; {timing}", baseline)
 
     baselines = {}
     for name, method in BASELINES.items():
@@ -247,14 +251,15 @@ def kernel_trials(case: KernelCase, shots: int, task_counts: tuple[int, ...]) ->
         for count in task_counts:
             yield select_and_test(name, learners, count, f"{count} tasks", baseline)
         small_ridge = [learner for learner in learners if learner.ridge == RIDGES[0]]
-        yield select_and_test(name, small_ridge, count, f"{count} tasks, ridge {RIDGES[0]:g}", baseline)
+        most = task_counts[-1]
+        yield select_and_test(name, small_ridge, most, f"{most} tasks, ridge {RIDGES[0]:g}", baseline)
 
 
 def candidate_learners(kernel: Kernel, method: KernelMethod) -> list[KernelLearner]:
-    """Return learners with this method, one for every inner time at test time and every ridge.
+    """Return a learner of this method for every ridge and every inner time at test time.
 
-    In training, MAML has the same inner time, and MTL has no inner loop. ANIL has a short inner time in training: it
-    trains without a split into support and query, so its inner loop must not fit the tasks exactly.
+    In training, MAML has the same inner time, and MTL has no inner loop. ANIL is trained on tasks without a query set
+    and with a short inner time: if the inner loop fitted a task exactly, the features would learn nothing from it.
     """
     return [
         KernelLearner(kernel, method, time if method == "maml" else ANIL_TIME, test_time=time, ridge=ridge)
@@ -272,15 +277,15 @@ def network_trials(
         run = train_on_images(config, images, device=options.device, progress=options.progress)
         for shots in settings.shots:
             tasks = settings.evaluation_tasks(pool, "test", shots)
-            score, cost = timed_test(settings, run, tasks, options.seed, run.seconds)
-            note = f"{config.iterations} steps of {config.batch_size} 1-shot tasks; {cost}"
+            score, timing = timed_test(settings, run, tasks, options.seed, run.seconds)
+            note = f"{config.iterations} steps of {config.batch_size} 1-shot tasks; {timing}"
             yield Trial(dataset, shots, f"{config.model} net {config.method.upper()}", NEW_TASKS, score, note)
 
 
 def timed_test(
     settings: Settings, model: Predictor, environment: Environment, seed: int, training_seconds: float
 ) -> tuple[Score, str]:
-    """Return the accuracy on test tasks, and the times to train and to predict as text."""
+    """Return the accuracy on test tasks, and a text with the times to train and to predict."""
     start = time.perf_counter()
     score = evaluate(model, environment, tasks=settings.test_tasks, seed=seed)
     milliseconds = 1000 * (time.perf_counter() - start) / score.tasks
@@ -293,7 +298,7 @@ def rows(comparison: Comparison, _: ExperimentOptions) -> list[Row]:
 
 
 def figure(outcome: Outcome[Comparison]) -> Figure:
-    """Draw the accuracies, with a panel for each kind of task, a row for each learner and a marker for its training."""
+    """Draw the accuracies: a panel per kind of task, a row per learner, and a color per kind of training data."""
     from metabridge.report import figures, result_figures
 
     trials = [trial for trial in outcome.data.trials if trial.baseline or trial.trained_on == NEW_TASKS]

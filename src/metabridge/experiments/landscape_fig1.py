@@ -1,9 +1,9 @@
 """Collins et al. 2022, figure 1: MAML is much better than NAL only if hard tasks are similar and far from easy ones.
 
-Four landscapes of hard and easy tasks, with the solutions of NAL (no adaptation in training) and MAML and their risks
-above the noise floor. A task has inputs of variance ρ; the centers of hard and easy tasks have distance R, and r is the
-dispersion of the tasks of a group. The paper gives ρ, m and d, but neither R nor r. They are chosen here such that the
-risks are similar to the paper's bars.
+The solutions of non-adaptive learning (NAL) and MAML and their excess risks 𝓔_m are compared on four landscapes of hard
+and easy tasks. ρ is the variance of the inputs of a task, d their dimension, R the distance between the centers of hard
+and easy tasks, r the dispersion of the tasks of a group, and m the number of samples for adaptation. The paper gives ρ,
+m and d, but neither R nor r. They are chosen here such that the risks are similar to the bars of the paper's figure.
 """
 
 from __future__ import annotations
@@ -25,46 +25,51 @@ from metabridge.theory.landscape import SolutionName, hard_easy_risks, noise_flo
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-PUBLISHED_RATIO = 3.0  # of landscape (d), approximately
+PUBLISHED_RATIO = 3.0  # approximate ratio of the excess risks of NAL and MAML in landscape (d)
 LANDSCAPES = {
     "(a) equally hard": HardEasy(0.9, 0.9, R=5.0, r_hard=2.0, r_easy=2.0),
     "(b) hard ones far apart": HardEasy(0.1, 0.9, R=5.0, r_hard=25.0, r_easy=2.0),
     "(c) all close together": HardEasy(0.1, 0.9, R=0.5, r_hard=0.2, r_easy=0.2),
     "(d) hard ones close, far from easy": HardEasy(0.1, 0.9, R=5.0, r_hard=2.0, r_easy=2.0),
 }
-M = 500  # m, samples of the step at test time, and n₂, of the inner step in training
+M = 500  # number of samples of the gradient step, at test time (m) and in training (n₂)
 SETTINGS = {"quick": SgdSettings(test_tasks=300, runs=5), "paper": SgdSettings()}
 
-Risks = dict[str, dict[SolutionName, Tensor]]  # measured 𝓔_m of each run, by landscape and solution
+Risks = dict[str, dict[SolutionName, Tensor]]  # measured excess risk 𝓔_m of each run, by landscape and learner
 
 
 def measure(options: ExperimentOptions) -> Risks:
-    """Return the risks of both solutions on tasks sampled from each landscape."""
+    """Return the excess risks of NAL and MAML on tasks sampled from each landscape."""
     sgd, generator = SETTINGS[options.scale], torch.Generator().manual_seed(options.seed)
     risks: Risks = {}
     for name, hard_easy in LANDSCAPES.items():
         landscape, alpha = hard_easy.landscape, 1 / hard_easy.rho_easy
         tasks, floor = LinearTasks(landscape, M, sgd.queries), noise_floor(landscape, alpha, M)
-        solutions = {key: solution(key, landscape, alpha, M).float() for key in LABELS}
-        risks[name] = {key: loss_on_new_tasks(tasks, w, alpha, sgd, generator) - floor for key, w in solutions.items()}
+        solutions = {learner: solution(learner, landscape, alpha, M).float() for learner in LABELS}
+        losses = {learner: loss_on_new_tasks(tasks, w, alpha, sgd, generator) for learner, w in solutions.items()}
+        risks[name] = {learner: loss - floor for learner, loss in losses.items()}
     return risks
 
 
 def rows(risks: Risks, _: ExperimentOptions) -> Iterator[Row]:
-    """Compare the risks with the closed forms; the risk ratio NAL / MAML must be largest in landscape (d)."""
+    """Compare the excess risks with the closed forms. Their ratio NAL / MAML must be largest in landscape (d)."""
     for name, measured in risks.items():
         theory = hard_easy_risks(LANDSCAPES[name], 1 / LANDSCAPES[name].rho_easy, M)
-        for key, values in measured.items():
-            yield compare_with_theory(f"{name}, {LABELS[key]}", "𝓔_m", values, getattr(theory, key))
-    ratios = [Row.mean(name, "ratio", (values["nal"] / values["maml"]).tolist()) for name, values in risks.items()]
-    *others, last = ratios
-    yield from others
-    note = "the paper has about 3 and prints neither R nor r; agrees if this ratio is the largest of the four"
-    yield replace(last, published=PUBLISHED_RATIO, agrees=last.ours == max(row.ours for row in ratios), note=note)
+        for learner, values in measured.items():
+            yield compare_with_theory(f"{name}, {LABELS[learner]}", "𝓔_m", values, getattr(theory, learner))
+    ratio_rows = [
+        Row.mean(name, "𝓔_m of NAL / 𝓔_m of MAML", (values["nal"] / values["maml"]).tolist())
+        for name, values in risks.items()
+    ]
+    *other_rows, last_row = ratio_rows
+    yield from other_rows
+    note = "the paper has about 3 and gives neither R nor r; agrees if this ratio is the largest of the four"
+    is_largest = last_row.ours == max(row.ours for row in ratio_rows)
+    yield replace(last_row, published=PUBLISHED_RATIO, agrees=is_largest, note=note)
 
 
 def figure(outcome: Outcome[Risks]) -> Figure:
-    """Draw the solutions of the tasks, of NAL and of MAML in each landscape, and below it the risks of NAL and MAML."""
+    """Draw the solutions of the tasks, of NAL and of MAML in each landscape, and below them the risks of both."""
     from metabridge.report import figures, result_figures
 
     title = "MAML pays off if the hard tasks are slow to learn, close together and far from the easy ones"
@@ -72,13 +77,13 @@ def figure(outcome: Outcome[Risks]) -> Figure:
     for (name, risks), above, below in zip(outcome.data.items(), *grid):
         hard_easy = LANDSCAPES[name]
         for group, label, color, marker in zip(hard_easy.landscape.groups, ("hard", "easy"), ("black", "gray"), "^o"):
-            only_group = Landscape((replace(group, probability=1.0),), hard_easy.dimension)
-            solutions = only_group.sample_finite(50, torch.Generator().manual_seed(0)).distribution.center
+            group_landscape = Landscape((replace(group, probability=1.0),), hard_easy.dimension)
+            solutions = group_landscape.sample_finite(50, torch.Generator().manual_seed(0)).distribution.center
             above.plot(*solutions.T[:2], marker, color=color, markersize=4, label=f"w* of {label} tasks")
-        for (key, label), color, marker in zip(LABELS.items(), (figures.COLORS[1], figures.COLORS[0]), "sD"):
-            w = solution(key, hard_easy.landscape, 1 / hard_easy.rho_easy, M)
+        for (learner, label), color, marker in zip(LABELS.items(), (figures.COLORS[1], figures.COLORS[0]), "sD"):
+            w = solution(learner, hard_easy.landscape, 1 / hard_easy.rho_easy, M)
             above.plot(*w[:2], marker, color=color, markersize=9, label=f"solution of {label}")
-            risk, margin = mean_interval(risks[key].tolist())
+            risk, margin = mean_interval(risks[learner].tolist())
             below.barh(label, risk, xerr=margin, color=color, height=0.6)
         ratio = hard_easy.rho_hard / hard_easy.rho_easy
         parameters = f"$ρ_H/ρ_E$ = {ratio:.2g}, R = {hard_easy.R:g}, $r_H$ = {hard_easy.r_hard:g}"

@@ -1,10 +1,10 @@
 """Collins et al. 2022, figures 2 and 8: solutions and risks of NAL and MAML for one hard and one easy task.
 
-The solution of MAML is closer to the hard task, and its risk is smaller if the number m of samples for
-adaptation is large enough. The hard task has w* = 1
-and Σ = ρ_H·I, the easy one w* = −1 and Σ = I, in 10 dimensions. The results of SGD are compared with closed forms: the
-solutions with eq. 8, and the risks 𝓔_m with eq. 6 and 7, which equal eq. 9 up to the factor ‖w₁* − w₂*‖²/4. The caption
-of figure 2 has m = 100, the text m = 500; both are included.
+The solution of MAML is closer to the hard task than that of non-adaptive learning (NAL), and its excess risk 𝓔_m is
+smaller if the number m of samples for adaptation is large enough. The hard task has the solution w* = 1 and inputs with
+the covariance Σ = ρ_H·I. The easy task has w* = −1 and Σ = I. Both have 10 dimensions. The results of SGD are compared
+with closed forms: the solutions with eq. 8, and the excess risks with eq. 6 and 7, which equal eq. 9 up to the factor
+‖w₁* − w₂*‖²/4. The caption of figure 2 has m = 100, the text m = 500; both are included.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Settings:
 
     sgd: SgdSettings
     samples: tuple[int, ...]  # m = n₂
-    rho_hard: tuple[float, ...]  # ρ_H
+    rho_hard: tuple[float, ...]  # ρ_H, variance of the hard task's inputs
 
 
 SETTINGS = {
@@ -53,25 +53,25 @@ SETTINGS = {
 
 
 def landscape(rho: float) -> Landscape:
-    """Return the landscape of the hard and the easy task."""
+    """Return the landscape of the hard task, with inputs of variance `rho`, and the easy task."""
     return Landscape((TaskGroup(rho, 1.0, 0.0, NOISE, 0.5), TaskGroup(1.0, -1.0, 0.0, NOISE, 0.5)), DIMENSION)
 
 
 def measure(options: ExperimentOptions) -> SgdResults:
-    """Train NAL and MAML by SGD for each m and ρ_H, and return their first coordinates and risks."""
+    """Train NAL and MAML by SGD for each m and ρ_H, and return their first coordinates and excess risks."""
     settings, generator = SETTINGS[options.scale], torch.Generator().manual_seed(options.seed)
     results: SgdResults = {}
     for m in settings.samples:
         for rho in settings.rho_hard:
             tasks = LinearTasks(landscape(rho), m, settings.sgd.queries)
             floor = noise_floor(tasks.landscape, ALPHA, m)
-            trained = train_and_test(tasks, learners(ALPHA, m), ALPHA, settings.sgd, generator)
-            results[m, rho] = {name: CoordinateAndRisk(w[:, 0], loss - floor) for name, (w, loss) in trained.items()}
+            by_learner = train_and_test(tasks, learners(ALPHA, m), ALPHA, settings.sgd, generator)
+            results[m, rho] = {name: CoordinateAndRisk(w[:, 0], loss - floor) for name, (w, loss) in by_learner.items()}
     return results
 
 
 def closed_form(name: SolutionName, rho: float, m: float) -> tuple[float, float]:
-    """Return the first coordinate of a solution and its 𝓔_m."""
+    """Return the first coordinate of a solution and its excess risk 𝓔_m."""
     w = solution(name, landscape(rho), ALPHA, m)
     return float(w[0]), float(risk_above_floor(landscape(rho), w, ALPHA, m))
 

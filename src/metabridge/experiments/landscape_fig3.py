@@ -1,9 +1,10 @@
-"""Collins et al. 2022, figure 3: the ratio of the risks of NAL and MAML depends on R²/r_H.
+"""Collins et al. 2022, figure 3: the ratio of the excess risks of NAL and MAML depends on R²/r_H.
 
-R is the distance between the centers of hard and easy tasks, r_H and r_E the dispersions of hard and easy tasks. The
-other parameters are ρ_H = 0.1, ρ_E = 0.9, d = 10 and m = n₂ = 500. In one setting the hard tasks are far apart,
-R²/r_H = 0.5 and R²/r_E = 10; in the other the easy tasks are. The last panel shows how the ratio approaches the limit
-of corollary 2.
+NAL is non-adaptive learning. R is the distance between the centers of hard and easy tasks, r_H and r_E are the
+dispersions of hard and easy tasks. The inputs have d = 10 dimensions and the variances ρ_H = 0.1 in hard and ρ_E = 0.9
+in easy tasks. The gradient step has m = n₂ = 500 samples. In one setting, the hard tasks are far apart (R²/r_H = 0.5
+and R²/r_E = 10). In the other, the easy tasks are far apart (R²/r_H = 10 and R²/r_E = 0.5). The last panel of the
+figure shows how the ratio approaches the limit of corollary 2.
 """
 
 from __future__ import annotations
@@ -40,10 +41,10 @@ LIMIT_HARDNESS = (0.1, 0.01, 0.001)  # ρ_H/ρ_E of the last panel
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of SGD, and the distances."""
+    """The settings of SGD, and the distances R."""
 
     sgd: SgdSettings
-    distances: tuple[float, ...]  # R
+    distances: tuple[float, ...]
 
 
 SETTINGS = {
@@ -51,7 +52,7 @@ SETTINGS = {
     "paper": Settings(SgdSettings(), tuple(i / 2 for i in range(1, 11))),
 }
 
-Risks = dict[str, dict[float, dict[SolutionName, Tensor]]]  # 𝓔_m of each run, by setting and R
+Risks = dict[str, dict[float, dict[SolutionName, Tensor]]]  # excess risk 𝓔_m of each run, by setting, R and learner
 
 
 def tasks_at(setting: str, R: float, hardness: float = RHO_HARD / RHO_EASY) -> HardEasy:
@@ -61,33 +62,34 @@ def tasks_at(setting: str, R: float, hardness: float = RHO_HARD / RHO_EASY) -> H
 
 
 def measure(options: ExperimentOptions) -> Risks:
-    """Train NAL and MAML by SGD at each distance, and return their risks."""
+    """Train NAL and MAML by SGD at each distance, and return their excess risks."""
     settings, generator = SETTINGS[options.scale], torch.Generator().manual_seed(options.seed)
     risks: Risks = {setting: {} for setting in SQUARED_RATIOS}
     for setting in SQUARED_RATIOS:
         for R in settings.distances:
             tasks = LinearTasks(tasks_at(setting, R).landscape, M, settings.sgd.queries)
             floor = noise_floor(tasks.landscape, ALPHA, M)
-            trained = train_and_test(tasks, learners(ALPHA, M), ALPHA, settings.sgd, generator)
-            risks[setting][R] = {name: result.test_loss - floor for name, result in trained.items()}
+            by_learner = train_and_test(tasks, learners(ALPHA, M), ALPHA, settings.sgd, generator)
+            risks[setting][R] = {name: result.test_loss - floor for name, result in by_learner.items()}
     return risks
 
 
 def rows(risks: Risks, _: ExperimentOptions) -> Iterator[Row]:
-    """Compare risks and ratios with the closed forms, and the closed form with the limit of corollary 2."""
+    """Compare the excess risks and their ratios with closed forms, and a closed form with the limit of corollary 2."""
     for setting, by_distance in risks.items():
         for R, measured in by_distance.items():
             theory = hard_easy_risks(tasks_at(setting, R), ALPHA, M)
             for name, values in measured.items():
                 yield compare_with_theory(f"{LABELS[name]}, {setting}, R = {R:g}", "𝓔_m", values, getattr(theory, name))
             ratios = measured["nal"] / measured["maml"]
-            yield compare_with_theory(f"NAL over MAML, {setting}, R = {R:g}", "ratio", ratios, theory.ratio)
+            yield compare_with_theory(f"NAL / MAML, {setting}, R = {R:g}", "ratio of 𝓔_m", ratios, theory.ratio)
     for setting in SQUARED_RATIOS:
         tasks, m = tasks_at(setting, 1.0, LIMIT_HARDNESS[-1]), LIMIT_SAMPLES[-1]
         ratio, limit = hard_easy_risks(tasks, ALPHA, m).ratio, asymptotic_ratio(tasks)
         note = f"ours: closed form at ρ_H/ρ_E = {LIMIT_HARDNESS[-1]:g}, m = {m}; published: 1 + R²/r_H"
         agrees = abs(ratio / limit - 1) < 0.02
-        yield Row(f"limit of NAL over MAML, {setting}", "ratio", published=limit, ours=ratio, agrees=agrees, note=note)
+        row_name = f"limit of NAL / MAML, {setting}"
+        yield Row(row_name, "ratio of 𝓔_m", published=limit, ours=ratio, agrees=agrees, note=note)
 
 
 def figure(outcome: Outcome[Risks]) -> Figure:

@@ -1,9 +1,10 @@
 """Collins et al. 2022, figures 4 and 5: minima of the losses of NAL and MAML, if all tasks are easy or one is hard.
 
-In the paper, the minima coincide if all tasks are easy. If one task is hard, the minimum of MAML is closer to it and
-has a lower loss after adaptation. The paper gives neither the positions of the neurons nor α. Here the neurons of four
-tasks are the corners of a square in both cases, so that the cases differ only in the hardness of one task. The symmetry
-of a square makes the minima of four easy tasks coincide, so an asymmetric case is included as well.
+In the paper, the minima of non-adaptive learning (NAL) and MAML coincide if all tasks are easy. If one task is hard,
+the minimum of MAML is closer to it and has a lower loss after adaptation. The paper gives neither the positions of the
+neurons nor α. Here the neurons of four tasks are the corners of a square in both cases, so that the cases differ only
+in the hardness of one task. The symmetry of a square makes the minima of four easy tasks coincide, so an asymmetric
+case is included as well.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ ASYMMETRIC = ((1.5, 0.0), (-0.5, 1.0), (-0.5, -1.0), (-1.0, 0.0))
 CASES = (
     Case("four easy tasks", "softplus", support=250, easy=SQUARE, minima_differ=False),
     Case("one hard task", "softplus", support=250, easy=SQUARE[1:], hard=SQUARE[:1], minima_differ=True),
-    Case("four easy tasks, lopsided", "softplus", support=250, easy=ASYMMETRIC, minima_differ=False),
+    Case("four easy tasks, asymmetric", "softplus", support=250, easy=ASYMMETRIC, minima_differ=False),
 )
 SETTINGS = settings_by_scale(CASES)
 

@@ -1,9 +1,10 @@
 """Collins et al. 2022, figure 7: solutions and risks of NAL and MAML in logistic regression.
 
-As in linear regression, the solution of MAML is closer to the hard task than the solution of NAL. The two tasks are
-those of figure 2 with labels instead of values, and m = n₂ = 500. The paper does not give α. For linear regression, it
-uses the inverse of the smoothness of the easy task. This is 4/ρ_E here, because the curvature of the logistic loss is
-at most ¼. α = 1/ρ_E is included as well. The risk is F_m(w) minus the mean loss at the w* of each task.
+As in linear regression, the solution of MAML is closer to the hard task than that of non-adaptive learning (NAL). The
+two tasks are those of figure 2 with binary labels instead of regression targets, and m = n₂ = 500. The paper does not
+give the step size α. For linear regression, it uses the inverse of the smoothness of the easy task. This is 4/ρ_E here,
+because the curvature of the logistic loss is at most ¼. α = 1/ρ_E is included as well. The risk above the floor is
+F_m(w), the loss after a step on m samples, minus the mean loss of the tasks at their solutions w*.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Settings:
     """The settings of SGD, and the values of ρ_H."""
 
     sgd: SgdSettings
-    rho_hard: tuple[float, ...]  # ρ_H
+    rho_hard: tuple[float, ...]  # ρ_H, variance of the hard task's inputs
 
 
 SETTINGS = {
@@ -53,12 +54,12 @@ SETTINGS = {
 
 
 def landscape(rho: float) -> Landscape:
-    """Return the landscape of the hard and the easy task."""
+    """Return the landscape of the hard task, with inputs of variance `rho`, and the easy task."""
     return Landscape((TaskGroup(rho, 1.0, probability=0.5), TaskGroup(1.0, -1.0, probability=0.5)), DIMENSION)
 
 
 def measure(options: ExperimentOptions) -> SgdResults:
-    """Train NAL and MAML by SGD for each α and ρ_H, and return their first coordinates and risks."""
+    """Train NAL and MAML by SGD for each α and ρ_H, and return their first coordinates and excess risks."""
     settings, generator = SETTINGS[options.scale], torch.Generator().manual_seed(options.seed)
     results: SgdResults = {}
     for alpha in ALPHAS:
@@ -66,17 +67,17 @@ def measure(options: ExperimentOptions) -> SgdResults:
         for rho in settings.rho_hard:
             tasks = LogisticTasks(landscape(rho), M, settings.sgd.queries)
             floor = label_entropy(tasks.landscape)
-            trained = train_and_test(tasks, learners, alpha, settings.sgd, generator)
+            by_learner = train_and_test(tasks, learners, alpha, settings.sgd, generator)
             results[alpha, rho] = {
-                name: CoordinateAndRisk(w[:, 0], loss - floor) for name, (w, loss) in trained.items()
+                name: CoordinateAndRisk(w[:, 0], loss - floor) for name, (w, loss) in by_learner.items()
             }
     return results
 
 
 def rows(results: SgdResults, _: ExperimentOptions) -> Iterator[Row]:
-    """Yield the results of SGD and the differences between the learners.
+    """Yield rows of the results of SGD and of the differences between the learners.
 
-    A difference agrees if its interval is above 0.
+    A difference agrees with the paper if its interval is above 0.
     """
     for (alpha, rho), measured in results.items():
         parameters = f"α = {alpha:g}, ρ_H = {rho:g}"
@@ -88,7 +89,8 @@ def rows(results: SgdResults, _: ExperimentOptions) -> Iterator[Row]:
             ("first coordinate, MAML − NAL", maml.coordinate - nal.coordinate, "MAML starts closer to the hard task"),
             ("risk, NAL − MAML", nal.risk - maml.risk, "MAML has the smaller risk for appropriate ρ_H"),
         ):
-            row = Row.mean(f"MAML against NAL, {parameters}", metric, difference.tolist(), note=f"the paper: {claim}")
+            note = f"the paper claims: {claim}"
+            row = Row.mean(f"MAML against NAL, {parameters}", metric, difference.tolist(), note=note)
             assert row.ci95 is not None
             claimed = rho < 1 and alpha == CLAIM_ALPHA
             yield replace(row, agrees=row.ours > row.ci95 if claimed else None)

@@ -1,6 +1,6 @@
-"""What the experiments on linear landscapes share: SGD and its settings, the test on new tasks, rows and figures.
+"""Training by SGD, tests on new tasks, rows and figures for the experiments on linear landscapes.
 
-The settings are those of Collins et al. (2022, app. C.1).
+The learners are MAML and non-adaptive learning (NAL). The settings are those of Collins et al. (2022, app. C.1).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 Name = TypeVar("Name", bound=str)
 LABELS: dict[SolutionName, str] = {"nal": "NAL", "maml": "MAML"}
-LR: dict[SolutionName, float] = {"nal": 0.025, "maml": 1e-4}  # of SGD; for MAML, to be multiplied by n₂
+LR: dict[SolutionName, float] = {"nal": 0.025, "maml": 1e-4}  # of SGD; that of MAML is to be multiplied by n₂
 
 
 @dataclass(frozen=True)
 class SgdSettings:
-    """Lengths of training and test, and number of runs. The defaults are those of the paper."""
+    """Numbers of iterations, test tasks, runs and query examples. The defaults are those of the paper."""
 
     iterations: int = 5000  # of SGD, with one batch of tasks each
     test_tasks: int = 3000
@@ -42,7 +42,7 @@ class SgdResult(NamedTuple):
 
 
 class CoordinateAndRisk(NamedTuple):
-    """The first coordinate of w and the risk above the noise floor, for each run."""
+    """The first coordinate of w and the excess risk, for each run."""
 
     coordinate: Tensor
     risk: Tensor
@@ -52,7 +52,7 @@ SgdResults = dict[tuple[float, float], dict[SolutionName, CoordinateAndRisk]]  #
 
 
 def learners(alpha: float, n2: int) -> dict[SolutionName, LinearLearner]:
-    """Return NAL and MAML with the paper's learning rates, for `n2` samples of the inner step of size `alpha`."""
+    """Return NAL and MAML with the paper's learning rates. MAML takes an inner step of size `alpha` on `n2` samples."""
     return {"nal": LinearLearner(LR["nal"]), "maml": LinearLearner(LR["maml"] * n2, alpha)}
 
 

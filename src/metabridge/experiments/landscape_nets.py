@@ -1,8 +1,9 @@
-"""Minima of NAL and MAML for student networks of a single neuron (Collins et al. 2022, figures 4 to 6).
+"""Minima of the losses of NAL and MAML for networks of a single neuron (Collins et al. 2022, figures 4 to 6).
 
-The teacher network of a task has one neuron with two weights (M = 1, d = 2). The inputs of hard tasks have half the
-variance. Each task has τ episodes of n₂ support and n₁ query examples. The loss of MAML is the query loss after one
-gradient step on the support set; the loss of NAL is the loss on the same n = τn₁ queries without it (§4, app. C.3).
+The teacher network of a task and the trained student network have one neuron with two weights (M = 1, d = 2). The
+inputs of hard tasks have half the variance. Each task has τ episodes of n₂ support and n₁ query examples. The loss of
+MAML is the query loss after one gradient step on the support set. The loss of non-adaptive learning (NAL) is the loss
+on the same n = τn₁ queries without this step (§4, app. C.3).
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def measure_nets(settings: NetSettings, options: ExperimentOptions) -> NetData:
 
 
 def minima_rows(case_minima: CaseMinima) -> Iterator[Row]:
-    """Yield rows of the minima, their distances from the neurons, their risks, and the differences of the methods.
+    """Yield rows of the minima, their distances from the neurons, their risks, and the differences between the methods.
 
     If the paper's minima differ, a difference agrees if its whole interval is on the side that the paper claims.
     """
@@ -139,20 +140,21 @@ def minima_rows(case_minima: CaseMinima) -> Iterator[Row]:
             yield row(f"minimum of {method}, {label} coordinate", "w", minima.positions[method][:, axis].tolist())
         for hardness, neurons in (("hard", case.hard), ("easy", case.easy)):
             if neurons:
-                yield row(f"{method} to {hardness} tasks", "mean distance", minima.distances(method, neurons))
+                distances = minima.distances(method, neurons)
+                yield row(f"minimum of {method} to {hardness} tasks", "mean distance", distances)
         note = f"F_m, with m = {case.support} samples; {draws}"
         yield row(f"risk of {method}", "loss after a step", risks[method], note)
     if case.hard:
         nal, maml = (minima.distances(method, case.hard) for method in ("NAL", "MAML"))
         differences = [a - b for a, b in zip(nal, maml)]
-        yield row("MAML nearer to hard tasks than NAL by", "distance", differences, above=0.0)
+        yield row("mean distance to hard tasks, NAL − MAML", "distance", differences, above=0.0)
     ratios = [nal / maml for nal, maml in zip(risks["NAL"], risks["MAML"])]
-    yield row("risk of NAL over that of MAML", "ratio", ratios, above=1.0)
+    yield row("risk of NAL / risk of MAML", "ratio", ratios, above=1.0)
     yield from population_rows(case, minima)
 
 
 def population_rows(case: Case, minima: SampledMinima) -> Iterator[Row]:
-    """Yield a row with the distance between the population minima of NAL and MAML (m = ∞), if they are found."""
+    """Yield a row of the distance between the population minima of NAL and MAML (m = ∞), if both are found."""
     points = minima.population_minima()
     if points is None:
         return
@@ -165,7 +167,7 @@ def population_rows(case: Case, minima: SampledMinima) -> Iterator[Row]:
         published=0.0 if expected_equal else None,
         ours=distance,
         agrees=distance < 1e-3 if expected_equal else None,
-        note=f"{note}; equal in the paper, which does not print its neurons" if expected_equal else note,
+        note=f"{note}; equal in the paper, which does not give the neurons of its tasks" if expected_equal else note,
     )
 
 

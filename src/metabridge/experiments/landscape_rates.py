@@ -1,9 +1,10 @@
 """Collins et al. 2022, theorems 2 and 3: how fast solutions from finite samples approach the population solutions.
 
-For T tasks, the distance is bounded by Õ(1/√n) + Õ(1/√T) for NAL with n points per task (eq. 45), and by
-Õ(1/√τ) + Õ(1/√T) for MAML with τ episodes per task (eq. 81). The two terms are measured separately, as in the proofs.
-The first is the distance to w^{(T)*}, the population solution of the T sampled tasks, and decreases with n or τ. The
-second decreases with T for any n or τ. The paper has proofs but no experiment for these theorems.
+For T tasks, the distance between the two is bounded by Õ(1/√n) + Õ(1/√T) for non-adaptive learning (NAL) with n points
+per task (eq. 45), and by Õ(1/√τ) + Õ(1/√T) for MAML with τ episodes per task (eq. 81). The two terms are measured
+separately, as in the proofs. The first is the distance to w^{(T)*}, the population solution of the T sampled tasks, and
+decreases with n or τ. The second is the remaining distance, which decreases with T for any n or τ. The paper has proofs
+but no experiment for these theorems.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 EXPONENT = -0.5  # according to the theorems
 TOLERANCE = 0.05  # allowed error of the exponent in addition to its 95 % interval
 ALPHA, DIMENSION = 0.5, 5
-INNER = OUTER = 10  # n₂ and n₁
+INNER = OUTER = 10  # n₂ and n₁, support and query examples of an episode
 SIZE_LABELS = {
     "NAL, points n": "n, points of each of 20 tasks",
     "NAL, tasks T": "T, tasks of 20 points",
@@ -73,7 +74,7 @@ def landscape() -> Landscape:
 
 
 def measure(options: ExperimentOptions) -> Distances:
-    """Return the distances between solutions and population solutions of both methods for each n, τ and T."""
+    """Return the distances of solutions from the population solutions, for both methods and each n, τ and T."""
     settings, generator = SETTINGS[options.scale], torch.Generator().manual_seed(options.seed)
     population = landscape()
     tasks = LinearTasks(population, INNER, OUTER)

@@ -1,9 +1,9 @@
 """Collins et al. 2022, table 1: if hard tasks are similar, MAML is better on them than training without adaptation.
 
-NAL is training without adaptation. An easy task has characters from different alphabets of Omniglot, a hard task
-characters from one hard alphabet. Hard alphabets are those on which MAML, trained on all alphabets, has the lowest
-accuracy. r_H is the dispersion of the solutions of the hard tasks. It is larger with ten hard alphabets (variant
-"large r_H") than with two (variant "small r_H").
+Training without adaptation is called non-adaptive learning (NAL). An easy task has characters from different alphabets
+of Omniglot, a hard task characters from one hard alphabet. Hard alphabets are those on which MAML, trained on all
+alphabets, has the lowest accuracy. r_H is the dispersion of the solutions of the hard tasks. It is larger with ten hard
+alphabets (variant "large r_H") than with two (variant "small r_H").
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from metabridge.experiments.landscape_training_runs import (
     TASK_KINDS,
     Accuracy,
     AccuracyRecord,
-    NetTraining,
-    PlannedTraining,
+    Conv4Training,
+    PlannedRun,
     accuracy_rows,
-    records_of,
+    records_of_run,
     train_all,
 )
 from metabridge.report.results import Row
@@ -50,23 +50,23 @@ NAL_LR = 1e-6
 class Settings:
     """How MAML is trained, the number of seeds, and the number of test tasks per alphabet for the ranking."""
 
-    training: NetTraining
+    training: Conv4Training
     seeds: int
     ranking_tasks: int
 
 
 SETTINGS = {
     "quick": Settings(
-        NetTraining("maml", 1e-3, iterations=100, batch_size=4, test_tasks=60, filters=32), seeds=1, ranking_tasks=12
+        Conv4Training("maml", 1e-3, iterations=100, batch_size=4, test_tasks=60, filters=32), seeds=1, ranking_tasks=12
     ),
     "paper": Settings(
-        NetTraining("maml", 1e-3, iterations=20_000, batch_size=8, test_tasks=500), seeds=2, ranking_tasks=200
+        Conv4Training("maml", 1e-3, iterations=20_000, batch_size=8, test_tasks=500), seeds=2, ranking_tasks=200
     ),
 }
 
 
 def measure(options: ExperimentOptions) -> dict[str, AccuracyRecord]:
-    """Rank the alphabets by accuracy, then train each method in both variants."""
+    """Rank the alphabets by the accuracy of MAML, then train each method in both variants."""
     options.check_only(("ranking", *PUBLISHED))
     settings, images = SETTINGS[options.scale], load_images(options)
     ranking = rank_alphabets(options, settings, images)
@@ -74,8 +74,10 @@ def measure(options: ExperimentOptions) -> dict[str, AccuracyRecord]:
         if not options.includes("ranking"):
             raise InputError("the ranking, which selects the hard alphabets, is not finished. Add ranking to --only.")
         return {}  # the time limit ended the ranking
-    trainings = [replace(settings.training, seed=options.seed + i) for i in range(settings.seeds)]
-    planned = [plan_training(part, training, images, ranking) for part in PUBLISHED for training in trainings]
+    seeded_trainings = [replace(settings.training, seed=options.seed + i) for i in range(settings.seeds)]
+    planned = [
+        plan_training(run_name, training, images, ranking) for run_name in PUBLISHED for training in seeded_trainings
+    ]
     records = train_all(options, EXPERIMENT.id, images, planned)
     return {record.name: record for record in (ranking, *records) if record is not None}
 
@@ -85,16 +87,16 @@ def rank_alphabets(options: ExperimentOptions, settings: Settings, images: Label
     classes_by_alphabet = classes_by_superclass(images)
     alphabets_to_rank = {name: classes for name, classes in classes_by_alphabet.items() if len(classes) >= WAYS}
     all_classes = replace(images, splits={"all": torch.cat(list(classes_by_alphabet.values()))})
-    by_alphabet = replace(images, splits=alphabets_to_rank)
+    images_by_alphabet = replace(images, splits=alphabets_to_rank)
     training = replace(settings.training, seed=options.seed, test_tasks=settings.ranking_tasks)
     tasks = all_classes.tasks("all", ways=WAYS, queries=QUERIES, superclass="same")
-    test_tasks = {name: by_alphabet.tasks(name, ways=WAYS, queries=QUERIES) for name in alphabets_to_rank}
+    test_tasks = {name: images_by_alphabet.tasks(name, ways=WAYS, queries=QUERIES) for name in alphabets_to_rank}
     description = {"ways": WAYS, "shots": 1, "queries": QUERIES}
-    planned = PlannedTraining("ranking", training, tasks, test_tasks, description)
+    planned = PlannedRun("ranking", training, tasks, test_tasks, description)
     return train_all(options, EXPERIMENT.id, images, [planned])[0]
 
 
-def hardest(ranking: AccuracyRecord) -> list[str]:
+def hardest_alphabets(ranking: AccuracyRecord) -> list[str]:
     """Return the alphabets with the lowest accuracies, lowest first: a fifth of all, rounded down to an even number."""
     return sorted(ranking.scores, key=lambda name: ranking.scores[name].mean)[: 2 * (len(ranking.scores) // 10)]
 
@@ -106,7 +108,7 @@ def split_alphabets(names: list[str], ranking: AccuracyRecord, variant: str, see
     variant "small", there are two hard alphabets: those of the paper, or the two hardest if those are missing. An
     alphabet with too few characters for the ranking counts as easy.
     """
-    hard = hardest(ranking)
+    hard = hardest_alphabets(ranking)
     similar = list(SIMILAR_ALPHABETS) if set(SIMILAR_ALPHABETS) <= set(names) else hard[:2]
     generator = torch.Generator().manual_seed(seed)
     shuffled = [names[index] for index in torch.randperm(len(names), generator=generator).tolist()]
@@ -121,12 +123,12 @@ def split_alphabets(names: list[str], ranking: AccuracyRecord, variant: str, see
     }
 
 
-def plan_training(part: str, training: NetTraining, images: LabeledImages, ranking: AccuracyRecord) -> PlannedTraining:
+def plan_training(run_name: str, training: Conv4Training, images: LabeledImages, ranking: AccuracyRecord) -> PlannedRun:
     """Return the training run with this name, such as "small-nal-10": NAL with 10 shots in the variant "small".
 
     Half of the training tasks are easy, half are hard.
     """
-    variant, _, learner = part.partition("-")
+    variant, _, learner = run_name.partition("-")
     shots = 10 if learner == "nal-10" else 1
     if learner != "maml":
         training = replace(training, method="nal", lr=NAL_LR)
@@ -142,21 +144,21 @@ def plan_training(part: str, training: NetTraining, images: LabeledImages, ranki
         for kind in TASK_KINDS
     }
     mixture = Mixture((tasks["easy train"], tasks["hard train"]), (0.5, 0.5))
-    return PlannedTraining(part, training, mixture, tasks, {**task_options, "alphabets": alphabets_by_kind})
+    return PlannedRun(run_name, training, mixture, tasks, {**task_options, "alphabets": alphabets_by_kind})
 
 
 def rows(records: Mapping[str, AccuracyRecord], options: ExperimentOptions) -> Iterator[Row]:
     """Yield the accuracies of the ranking, and compare the accuracies of each method with the published ones."""
-    for record in records_of(records, "ranking", options):
-        hard = hardest(record)
+    for record in records_of_run(records, "ranking", options):
+        hard = hardest_alphabets(record)
         for hardness, names in (("hard", hard), ("easy", [name for name in record.scores if name not in hard])):
             score = Accuracy.pool([record.scores[alphabet] for alphabet in names])
             note = f"{record.plan['images']}; {', '.join(names)}"
             accuracy, ci95 = 100 * score.mean, 100 * score.ci95
             yield Row(f"ranking, {hardness} alphabets", "accuracy %", ours=accuracy, ci95=ci95, note=note)
-    for part, published in PUBLISHED.items():
-        variant, _, learner = part.partition("-")
-        by_seed = records_of(records, part, options)
+    for run_name, published in PUBLISHED.items():
+        variant, _, learner = run_name.partition("-")
+        by_seed = records_of_run(records, run_name, options)
         yield from accuracy_rows(f"{variant} r_H, {learner.upper()}", by_seed, published, "omniglot")
 
 
@@ -166,8 +168,8 @@ def load_images(options: ExperimentOptions) -> LabeledImages:
         return load("omniglot", options.data / "omniglot").to(options.device)
     if options.scale == "paper":
         raise InputError(
-            "the paper scale needs Omniglot, in the subfolder omniglot of the folder given by --data "
-            f"(now {options.data}). Use --scale quick to try the experiment without it."
+            "the paper scale needs Omniglot in the subfolder omniglot of the --data folder, but --data is "
+            f"{options.data}. Use --scale quick to try the experiment without it."
         )
     return load("glyphs").to(options.device)
 

@@ -17,10 +17,10 @@ from metabridge.errors import InputError
 from metabridge.experiments.experiment import ExperimentOptions, TrainingExperiment
 from metabridge.experiments.landscape_training_runs import (
     AccuracyRecord,
-    NetTraining,
-    PlannedTraining,
+    Conv4Training,
+    PlannedRun,
     accuracy_rows,
-    records_of,
+    records_of_run,
     train_all,
 )
 from metabridge.report.results import Row
@@ -42,7 +42,7 @@ NAL_LR, NAL_STEPS = 1e-6, 5
 class Settings:
     """How MAML is trained, the number of seeds, and the numbers of classes and images of the tasks."""
 
-    training: NetTraining
+    training: Conv4Training
     seeds: int
     easy: tuple[int, int]  # ways and shots
     hard: tuple[int, int]
@@ -57,7 +57,7 @@ class Settings:
 
 SETTINGS = {
     "quick": Settings(
-        NetTraining("maml", 1e-3, iterations=40, batch_size=2, test_tasks=24, filters=32),
+        Conv4Training("maml", 1e-3, iterations=40, batch_size=2, test_tasks=24, filters=32),
         seeds=1,
         easy=(2, 5),
         hard=(20, 1),
@@ -65,24 +65,27 @@ SETTINGS = {
         nal_shots=3,
     ),
     "paper": Settings(
-        NetTraining("maml", 1e-3, iterations=10_000, batch_size=2, test_tasks=500), seeds=2, easy=(2, 50), hard=(20, 5)
+        Conv4Training("maml", 1e-3, iterations=10_000, batch_size=2, test_tasks=500),
+        seeds=2,
+        easy=(2, 50),
+        hard=(20, 5),
     ),
 }
 
 
 def measure(options: ExperimentOptions) -> dict[str, AccuracyRecord]:
-    """Train both methods with each share of hard tasks."""
+    """Train NAL and MAML with each share of hard tasks."""
     options.check_only(PUBLISHED)
     settings = SETTINGS[options.scale]
     images = load_images(options, settings)
     seeds = range(options.seed, options.seed + settings.seeds)
-    planned = [plan_training(settings, part, seed, images) for part in PUBLISHED for seed in seeds]
+    planned = [plan_training(settings, run_name, seed, images) for run_name in PUBLISHED for seed in seeds]
     return {record.name: record for record in train_all(options, EXPERIMENT.id, images, planned) if record is not None}
 
 
-def plan_training(settings: Settings, part: str, seed: int, images: LabeledImages) -> PlannedTraining:
+def plan_training(settings: Settings, run_name: str, seed: int, images: LabeledImages) -> PlannedRun:
     """Return the training run with this name, such as "p0.5-maml": MAML with half of the tasks hard."""
-    hard_share, _, learner = part.removeprefix("p").partition("-")
+    hard_share, _, learner = run_name.removeprefix("p").partition("-")
     training = replace(settings.training, seed=seed)
     ways_and_shots = {"easy": settings.easy, "hard": settings.hard}
     training_shots = {hardness: shots for hardness, (_, shots) in ways_and_shots.items()}
@@ -96,8 +99,8 @@ def plan_training(settings: Settings, part: str, seed: int, images: LabeledImage
     training_tasks = tuple(tasks("train", hardness, shots) for hardness, shots in training_shots.items())
     mixture = Mixture(training_tasks, (1 - float(hard_share), float(hard_share)))
     test_tasks = {
-        f"{hardness} {classes}": tasks(split, hardness, shots)
-        for classes, split in {"train": "validation", "test": "test"}.items()
+        f"{hardness} {kind_of_classes}": tasks(split, hardness, shots)
+        for kind_of_classes, split in {"train": "validation", "test": "test"}.items()
         for hardness, (_, shots) in ways_and_shots.items()
     }
     description = {
@@ -106,14 +109,14 @@ def plan_training(settings: Settings, part: str, seed: int, images: LabeledImage
         "training_shots": training_shots,
         "queries": settings.queries,
     }
-    return PlannedTraining(part, training, mixture, test_tasks, description)
+    return PlannedRun(run_name, training, mixture, test_tasks, description)
 
 
 def rows(records: Mapping[str, AccuracyRecord], options: ExperimentOptions) -> Iterator[Row]:
     """Compare the accuracies of each method with the published ones."""
-    for part, published in PUBLISHED.items():
-        hard_share, _, learner = part.removeprefix("p").partition("-")
-        by_seed = records_of(records, part, options)
+    for run_name, published in PUBLISHED.items():
+        hard_share, _, learner = run_name.removeprefix("p").partition("-")
+        by_seed = records_of_run(records, run_name, options)
         yield from accuracy_rows(f"p = {hard_share}, {learner.upper()}", by_seed, published, "fs-cifar100")
 
 
@@ -127,8 +130,8 @@ def load_images(options: ExperimentOptions, settings: Settings) -> LabeledImages
         images = load("glyphs")
     else:
         raise InputError(
-            "the paper scale needs CIFAR-100 in the subfolder cifar-100-python of the folder given by --data, or "
-            f"mini-ImageNet in mini-imagenet (now {options.data}). Use --scale quick to try the experiment without it."
+            "the paper scale needs CIFAR-100 in the subfolder cifar-100-python of the --data folder, or mini-ImageNet "
+            f"in mini-imagenet, but --data is {options.data}. Use --scale quick to try the experiment without them."
         )
     return hold_out_images(images, settings.images_per_class).to(options.device)
 

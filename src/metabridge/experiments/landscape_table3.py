@@ -1,8 +1,9 @@
 """Collins et al. 2022, table 3: with larger weights of hard tasks, NAL approaches MAML, which needs no weights.
 
-ν is the ratio of the weights of a hard and an easy task; the weights of a batch of 10 tasks sum to 1. The text of the
-paper has n₂ = 25 inner and n₁ = 500 outer samples, but only the reverse gives the published coordinate of MAML. The
-text also has variance 1 of w*, but the published test errors are those of variance ⅓; both are included.
+NAL is non-adaptive learning. ν is the ratio of the weights of a hard and an easy task; the weights of a batch of 10
+tasks sum to 1. According to the text of the paper, n₂ = 25 inner and n₁ = 500 outer samples are used, but only the
+reverse gives the published coordinate of MAML. The text also states that w* has variance 1, but the published test
+errors are those of variance ⅓; both variances are included.
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def measure(options: ExperimentOptions) -> Measurements:
     measurements: Measurements = {}
     for name, hard_easy in LANDSCAPES.items():
         tasks = LinearTasks(hard_easy.landscape, M, sgd.queries)
-        trained = train_and_test(tasks, LEARNERS, ALPHA, sgd, generator, BATCH_SIZE)
-        measurements[name] = {learner: (result.w.mean(1), result.test_loss) for learner, result in trained.items()}
+        by_learner = train_and_test(tasks, LEARNERS, ALPHA, sgd, generator, BATCH_SIZE)
+        measurements[name] = {learner: (result.w.mean(1), result.test_loss) for learner, result in by_learner.items()}
     return measurements
 
 
@@ -99,7 +100,7 @@ def rows(measurements: Measurements, _: ExperimentOptions) -> Iterator[Row]:
                     ours=ours,
                     ci95=margin,
                     agrees=abs(ours - published) <= margin + CI95_PER_DEVIATION * deviation,
-                    note=f"closed form {theory:.3f}; the paper's deviation over 5 trials is {deviation:g}",
+                    note=f"closed form {theory:.3f}; the paper's standard deviation over 5 trials is {deviation:g}",
                 )
 
 

@@ -1,11 +1,12 @@
-"""Collins et al. 2022, theorem 1: how much MAML favors the hard task of two, at stationary points of its loss.
+"""Collins et al. 2022, theorem 1: how much MAML favors the harder of two tasks, at stationary points of its loss.
 
 The stationary points of MAML's population loss are found numerically. There, the gradient norm of the hard task 1 is at
 most (1 − αβ₂)/(1 − αL₁) times the gradient norm of the easy task 2, if both are evaluated after the inner step of the
 task (eq. 33). If both are evaluated before the step, the factor is the square of this, up to O(α²) (eq. 36); the
-theorem itself has (1 − 2αβ₂)/(1 − αL₁)². Here β₂ and L₁ are curvatures at the stationary point, where the bound is
-tightest. The theorem assumes Σ = I for both tasks, but its proof does not need this: here the inputs of the hard task
-have half the variance, as in the figures.
+theorem itself has (1 − 2αβ₂)/(1 − αL₁)². α is the size of the inner step, β₂ the smallest curvature of task 2, and L₁
+the largest curvature of task 1, both at the stationary point, where the bound is tightest. The theorem assumes that the
+inputs of both tasks have the covariance Σ = I, but its proof does not need this: here the inputs of the hard task have
+half the variance, as in the figures.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ TITLE = (
 
 @dataclass(frozen=True)
 class BoundCheck:
-    """Theorem 1 at the stationary points for many pairs of a hard and an easy task, for one value of α·L₂."""
+    """Results of checking theorem 1 at stationary points for many pairs of a hard and an easy task, for one α·L₂."""
 
     activation: Activation
     relative_alpha: float  # α·L₂
@@ -68,14 +69,14 @@ def theorem_rows(checks: Iterable[BoundCheck]) -> Iterator[Row]:
     for check in checks:
         if not check.applicable:
             continue
-        yield _row(check, "after a step", [(p.adapted_ratio, p.adapted_bound) for p in check.applicable])
-        satisfied = sum(p.ratio <= p.printed_bound for p in check.applicable)
-        excess = max(0, *(p.ratio - p.printed_bound for p in check.applicable))
+        yield _row(check, "after a step", [(point.adapted_ratio, point.adapted_bound) for point in check.applicable])
+        satisfied = sum(point.ratio <= point.printed_bound for point in check.applicable)
+        excess = max(0, *(point.ratio - point.printed_bound for point in check.applicable))
         note = (
             f"; {satisfied} satisfy (1 − 2αβ₂)/(1 − αL₁)², eq. 13 without its O(α²) term, which would have to be "
             f"{excess / check.relative_alpha**2:.2f} (αL₂)²‖∇f₂‖"
         )
-        yield _row(check, "before adaptation", [(p.ratio, p.bound) for p in check.applicable], note)
+        yield _row(check, "before adaptation", [(point.ratio, point.bound) for point in check.applicable], note)
 
 
 def _row(check: BoundCheck, stage: str, sides: Sequence[tuple[float, float]], note: str = "") -> Row:
@@ -98,9 +99,10 @@ def draw_theorem(axes: Axes, checks: Sequence[BoundCheck]) -> None:
     from metabridge.report.figures import COLORS, MARKERS, plain_numbers
 
     for check, color, marker in zip(checks, COLORS, MARKERS):
-        bounds, ratios = [p.bound for p in check.applicable], [p.ratio for p in check.applicable]
+        bounds = [point.bound for point in check.applicable]
+        ratios = [point.ratio for point in check.applicable]
         axes.plot(bounds, ratios, marker, color=color, markersize=5, label=f"α = {check.relative_alpha:g}/$L_2$")
-    values = [value for check in checks for p in check.applicable for value in (p.bound, p.ratio)]
+    values = [value for check in checks for point in check.applicable for value in (point.bound, point.ratio)]
     limits = (0.8 * min([1.0, *values]), 1.25 * max([1.0, *values]))
     axes.plot(limits, limits, "k-", linewidth=1, label="ratio = bound")
     axes.axhline(1, color="gray", linestyle="--", linewidth=1, label="NAL's stationary points")

@@ -1,4 +1,7 @@
-"""Training runs on easy and hard tasks, for tables 1 and 2 of Collins et al. 2022 and for `diagnose-images`."""
+"""Training runs on easy and hard tasks, for tables 1 and 2 of Collins et al. 2022 and for `diagnose-images`.
+
+NAL is non-adaptive learning: training without adaptation. MAML and NAL are compared.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 from metabridge.environments.environment import Environment
 from metabridge.environments.image_tasks import LabeledImages
 from metabridge.experiments.experiment import ExperimentOptions
-from metabridge.experiments.records import Record, as_json, image_description, run_folder
+from metabridge.experiments.records import Record, as_json, image_description, rename_keys, run_folder
 from metabridge.learners.method import method
 from metabridge.models import conv4
 from metabridge.report.results import Machine, Row
@@ -22,28 +25,28 @@ TASK_KINDS = ("easy train", "hard train", "easy test", "hard test")  # in the or
 
 
 @dataclass(frozen=True)
-class NetTraining:
-    """How the conv4 network is trained and tested (Collins et al. 2022, app. C.4 and C.5)."""
+class Conv4Training:
+    """The method, the options and the network of a training run, a conv4 (Collins et al. 2022, app. C.4 and C.5)."""
 
     method: str
     lr: float
     iterations: int
     batch_size: int
-    test_tasks: int  # number of each kind
+    test_tasks: int  # number of test tasks of each kind
     filters: int = 64
-    steps: int = 1  # adaptation steps; for NAL at test time only
+    steps: int = 1  # adaptation steps; NAL adapts only at test time
     inner_lr: float = 0.1
     seed: int = 0
 
-    def stored(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Any]:
         """Return the fields with the keys that they have in records."""
-        keys = {"batch_size": "tasks", "test_tasks": "judged"}
-        return {keys.get(key, key): value for key, value in asdict(self).items()}
+        # These keys of version 0.1.0 are kept, so that existing records still match their settings.
+        return rename_keys(asdict(self), {"batch_size": "tasks", "test_tasks": "judged"})
 
 
 @dataclass(frozen=True)
 class Accuracy:
-    """The mean accuracy over tasks and the half-width of its 95 % interval."""
+    """The mean accuracy over tasks, the half-width of its 95 % interval, and the number of tasks."""
 
     mean: float
     ci95: float
@@ -51,7 +54,7 @@ class Accuracy:
 
     @classmethod
     def pool(cls, scores: Sequence[Accuracy]) -> Accuracy:
-        """Return the mean of several accuracies. The interval accounts only for the sampling of tasks.
+        """Return the mean of several accuracies. Its interval covers only the variation between tasks.
 
         >>> Accuracy.pool([Accuracy(0.5, 0.03, 100), Accuracy(0.7, 0.04, 100)])
         Accuracy(mean=0.6, ci95=0.025, tasks=200)
@@ -63,9 +66,9 @@ class Accuracy:
 
 @dataclass(frozen=True)
 class AccuracyRecord(Record):
-    """The accuracies of one trained network by kind of task or by alphabet."""
+    """The accuracies of one trained network."""
 
-    scores: dict[str, Accuracy]
+    scores: dict[str, Accuracy]  # by kind of task; in the ranking of alphabets, by alphabet
 
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> AccuracyRecord:
@@ -74,44 +77,44 @@ class AccuracyRecord(Record):
 
 
 @dataclass(frozen=True, eq=False)
-class PlannedTraining:
+class PlannedRun:
     """A training run that an experiment needs.
 
     Args:
-        part: Name of the run for --only.
-        training: How to train.
-        tasks: Training tasks.
-        test_tasks: Test tasks by kind.
-        description: The settings of the tasks, for the record.
+        name: Name of the run, as in `ExperimentOptions.only`. It is the same for all seeds.
+        training: The method, its options, the network and the seed.
+        train_environment: Environment of the training tasks.
+        test_environments: Environment of the test tasks of each kind.
+        description: The settings of the environments, which are stored in the record.
     """
 
-    part: str
-    training: NetTraining
-    tasks: Environment
-    test_tasks: Mapping[str, Environment]
+    name: str
+    training: Conv4Training
+    train_environment: Environment
+    test_environments: Mapping[str, Environment]
     description: Mapping[str, object]
 
     @property
     def label(self) -> str:
         """The name in progress messages."""
-        return f"{self.part}, seed {self.training.seed}"
+        return f"{self.name}, seed {self.training.seed}"
 
-    def record(self, options: ExperimentOptions, experiment: str, images: LabeledImages) -> AccuracyRecord:
-        """Return the record before training: its name, and everything that the run depends on."""
-        name = f"{experiment}-{self.part}-{options.scale}-{self.training.seed}"
-        plan = as_json({"images": image_description(images), **self.description, **self.training.stored()})
+    def empty_record(self, options: ExperimentOptions, experiment: str, images: LabeledImages) -> AccuracyRecord:
+        """Return a record without scores, which has the name and all settings of the run."""
+        name = f"{experiment}-{self.name}-{options.scale}-{self.training.seed}"
+        plan = as_json({"images": image_description(images), **self.description, **self.training.to_dict()})
         return AccuracyRecord(name, plan, Machine.current(options.device), 0.0, {})
 
     def trainer(self, options: ExperimentOptions, record: AccuracyRecord, images: LabeledImages) -> Trainer:
-        """Return the trainer of a new network, or of the network in the folder of the record's run."""
+        """Return a trainer of the network. It resumes the run if the run's folder exists."""
         training, (channels, size) = self.training, images.images.shape[1:3]
         config = TrainingConfig(
             iterations=training.iterations, batch_size=training.batch_size, lr=training.lr, seed=training.seed
         )
         return Trainer(
-            conv4(channels, size, self.tasks.outputs, filters=training.filters, seed=training.seed),
+            conv4(channels, size, self.train_environment.outputs, filters=training.filters, seed=training.seed),
             method(training.method, steps=training.steps, lr=training.inner_lr),
-            self.tasks,
+            self.train_environment,
             config,
             device=options.device,
             out=run_folder(options, record.name, record.plan),
@@ -120,40 +123,44 @@ class PlannedTraining:
     def test(self, run: Run) -> dict[str, Accuracy]:
         """Return the accuracy on each kind of task."""
         scores = {
-            kind: evaluate(run, tasks, tasks=self.training.test_tasks, seed=self.training.seed)
-            for kind, tasks in self.test_tasks.items()
+            kind: evaluate(run, environment, tasks=self.training.test_tasks, seed=self.training.seed)
+            for kind, environment in self.test_environments.items()
         }
         return {kind: Accuracy(score.mean, score.ci95, score.tasks) for kind, score in scores.items()}
 
 
 def train_all(
-    options: ExperimentOptions, experiment: str, images: LabeledImages, planned: Sequence[PlannedTraining]
+    options: ExperimentOptions, experiment: str, images: LabeledImages, planned: Sequence[PlannedRun]
 ) -> list[AccuracyRecord | None]:
-    """Return the record of each training run.
+    """Return the record of each planned run.
 
-    If a run has no record and `only` selects it, train and test now. The record is None if the run is not selected or
-    is not finished within the time limit, which applies to all runs together.
+    If a run has no record yet and `options.only` selects it, train and test the network. The record is None if the run
+    is not selected or does not finish within the time limit, which applies to all runs together.
     """
-    untrained = {training.label: training.record(options, experiment, images) for training in planned}
-    records = {label: AccuracyRecord.load(options, record.name, record.plan) for label, record in untrained.items()}
-    missing = {
-        training.label: training
-        for training in planned
-        if records[training.label] is None and options.includes(training.part)
+    empty_records = {run.label: run.empty_record(options, experiment, images) for run in planned}
+    records = {label: AccuracyRecord.load(options, record.name, record.plan) for label, record in empty_records.items()}
+    missing = {run.label: run for run in planned if records[run.label] is None and options.includes(run.name)}
+    trainer_factories = {
+        label: partial(run.trainer, options, empty_records[label], images) for label, run in missing.items()
     }
-    start = {label: partial(training.trainer, options, untrained[label], images) for label, training in missing.items()}
     at_once = concurrent_runs(options.device)
-    for label, run in train_interleaved(start, at_once=at_once, minutes=options.minutes, progress=options.progress):
-        if run.finished:
-            record = replace(untrained[label], minutes=run.seconds / 60, scores=missing[label].test(run))
+    for label, trained_run in train_interleaved(
+        trainer_factories, at_once=at_once, minutes=options.minutes, progress=options.progress
+    ):
+        if trained_run.finished:
+            minutes, scores = trained_run.seconds / 60, missing[label].test(trained_run)
+            record = replace(empty_records[label], minutes=minutes, scores=scores)
             record.save(options)
             records[label] = record
     return list(records.values())
 
 
-def records_of(records: Mapping[str, AccuracyRecord], part: str, options: ExperimentOptions) -> list[AccuracyRecord]:
-    """Return the records of all seeds of a training run."""
-    return [record for name, record in records.items() if name.rpartition("-")[0].endswith(f"-{part}-{options.scale}")]
+def records_of_run(
+    records: Mapping[str, AccuracyRecord], run_name: str, options: ExperimentOptions
+) -> list[AccuracyRecord]:
+    """Return the records of the runs with this name, one for each seed."""
+    suffix = f"-{run_name}-{options.scale}"  # of a record's name without its seed
+    return [record for name, record in records.items() if name.rpartition("-")[0].endswith(suffix)]
 
 
 def accuracy_rows(
@@ -161,7 +168,8 @@ def accuracy_rows(
 ) -> Iterator[Row]:
     """Yield a row with the mean over seeds for each kind of task, or no rows if there are no records.
 
-    Our accuracy agrees if the two intervals overlap. It is only compared on `data`, the data set of the paper.
+    Our accuracy agrees with the published one if their 95 % intervals overlap. The two are only compared if our images
+    are from `data`, the data set of the paper.
     """
     for kind, (value, margin) in zip(TASK_KINDS, published) if records else ():
         score = Accuracy.pool([record.scores[kind] for record in records])

@@ -1,9 +1,10 @@
 """Wang et al. 2022, theorem 1: on the loss of MAML, gradient descent on wide networks converges linearly.
 
-If η₀ < 2/(σ_max + σ_min), with the largest and smallest eigenvalues of the MetaNTK Φ, then the loss satisfies
-L(θ_t) ≤ (1 − η₀σ_min/3)^{2t} R (eq. 32), and the path length of the parameters and the change of the MetaNTK are
-bounded by constants times l^{-1/2} for networks of width l (eq. 29, 30). The paper has a proof but no experiment for
-this theorem.
+Let Φ be the MetaNTK (the neural tangent kernel of MAML) of an infinitely wide network, σ_max and σ_min its largest and
+smallest eigenvalues, η₀ < 2/(σ_max + σ_min) the learning rate, and R a bound on the initial loss. Then the loss after t
+steps satisfies L(θ_t) ≤ (1 − η₀σ_min/3)^{2t} R (eq. 32), and the path length of the parameters and the change of the
+MetaNTK are bounded by constants times l^{-1/2} for networks of width l (eq. 29, 30). The paper has a proof but no
+experiment for this theorem.
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from metabridge.theory.power_law import PowerLaw
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KERNEL_CHECKS = 4  # how often the MetaNTK is computed during training
+KERNEL_CHECKS = 4  # how often the MetaNTK is computed during training, in addition to initialization
 QUANTITIES = {
-    "path": "path of the parameters over √width (eq. 29)",
+    "path": "path length of the parameters / √width (eq. 29)",
     "kernel_change": "movement of the MetaNTK (eq. 30)",
-    "kernel_error": "initial MetaNTK against its limit",
+    "kernel_error": "distance of the initial MetaNTK from its limit",
 }
 
 
@@ -60,7 +61,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """Measurements of one training run."""
+    """Measurements of one training run. Φ̂_t is the MetaNTK of the network after t steps, Φ that of infinite width."""
 
     losses: tuple[float, ...]  # before each step
     path: float  # Σ‖θ_t − θ_{t−1}‖/√l, the length of the path in the paper's parameterization
@@ -70,14 +71,14 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class Measurements:
-    """The training runs of all widths, and the two factors of `ConvergenceRate` by which a step reduces the loss."""
+    """The training runs by width, and factors by which a step reduces the loss."""
 
     by_width: Mapping[int, list[TrainingRun]]
-    bound: float
-    limit: float
+    bound: float  # the largest factor according to the theorem
+    limit: float  # the factor for an infinitely wide network
 
     def quantity(self, name: str) -> dict[int, list[float]]:
-        """Return one quantity of all training runs by width."""
+        """Return the values of a quantity in all training runs, by width."""
         return {width: [getattr(run, name) for run in runs] for width, runs in self.by_width.items()}
 
 
@@ -117,38 +118,40 @@ def train(
 
 
 def rows(data: Measurements, _: ExperimentOptions) -> list[Row]:
-    """Return rows of the reduction of the loss, and of the quantities that decrease with the width."""
+    """Return rows of the factors by which the loss decreases, and of the quantities that decrease with the width."""
     return [*loss_rows(data), *power_law_rows(data)]
 
 
 def loss_rows(data: Measurements) -> Iterator[Row]:
-    """Compare the mean factor by which a step of the second half of training reduces the loss with the bound.
+    """Yield rows that compare the factor by which a step reduces the loss with its bound.
 
-    It agrees if the bound is satisfied by the losses after all steps.
+    The factor is a mean over the second half of training. A row agrees if all losses, from the first step on, satisfy
+    the bound on the loss.
     """
     for width, runs in data.by_width.items():
         half = len(runs[0].losses) // 2
         last_losses = [run.losses[half:] for run in runs]
         factors = [(losses[-1] / losses[0]) ** (1 / (len(losses) - 1)) for losses in last_losses]
-        within = [loss <= data.bound**t * run.losses[0] for run in runs for t, loss in enumerate(run.losses)]
+        satisfied = [loss <= data.bound**t * run.losses[0] for run in runs for t, loss in enumerate(run.losses)]
         note = (
-            f"the bound is (1 − η₀σ_min/3)²; an infinitely wide net has (1 − η₀σ_min)² = {data.limit:.4f}; "
-            f"{sum(within)} of {len(within)} losses of {len(runs)} trainings are within the bound from the start"
+            f"the bound is (1 − η₀σ_min/3)²; an infinitely wide network has (1 − η₀σ_min)² = {data.limit:.4f}; "
+            f"{sum(satisfied)} of {len(satisfied)} losses of {len(runs)} training runs satisfy the bound on the loss"
         )
         name, published = f"loss, width {width}", data.bound
-        yield Row.mean(name, "factor a step", factors, published=published, agrees=all(within), note=note)
+        yield Row.mean(name, "factor per step", factors, published=published, agrees=all(satisfied), note=note)
 
 
 def power_law_rows(data: Measurements) -> Iterator[Row]:
-    """Yield the exponent of the width in a power law of each quantity, and the mean of the quantity at each width."""
+    """Yield rows of the exponent of the width in a power law of each quantity, and of its mean at each width."""
     for name, label in QUANTITIES.items():
         law = PowerLaw.fit(data.quantity(name))
-        row = Row(label, "exponent of the width", ours=law.exponent, ci95=law.ci95, note="over initializations")
-        if name != "kernel_error":  # the theorem bounds the others from above
+        note = "interval over initializations"
+        row = Row(label, "exponent of the width", ours=law.exponent, ci95=law.ci95, note=note)
+        if name != "kernel_error":  # the theorem bounds the other quantities from above
             row = replace(row, published=-0.5, agrees=law.exponent - law.ci95 <= -0.5)
         yield row
         for width, values in data.quantity(name).items():
-            yield Row.mean(f"{label}, width {width}", "length" if name == "path" else "of ‖Φ‖", values)
+            yield Row.mean(f"{label}, width {width}", "length" if name == "path" else "relative to ‖Φ‖", values)
 
 
 def figure(outcome: Outcome[Measurements]) -> Figure:

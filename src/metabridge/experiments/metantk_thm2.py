@@ -1,10 +1,13 @@
 """Wang et al. 2022, theorem 2: for large widths, the predictions of trained MAML are those of MetaNTK regression.
 
-After training for a time t, the predictions are F_t = G + Φ' T_Φ^{ηt}(Y − G_train). The experiment compares them at a
-finite time and at the end of training. It also compares MTL and ANIL with the predictions of lemma 1 of Wang et al.
-2021. The formulas are for gradient flow, so the steps are small: all inner steps, and the outer steps up to the finite
-time. The end of training does not depend on the outer step size, so larger outer steps lead to it. The papers have
-proofs but no experiment for these statements.
+After training for a time t with the learning rate η, the predictions on the queries of test tasks are
+F_t = G + Φ' T_Φ^{ηt}(Y − G_train), where T_Φ^s = Φ⁻¹(I − e^{−sΦ}). G and G_train are the predictions that inner
+adaptation alone makes on test and training tasks, Y the training targets, Φ the MetaNTK (the neural tangent kernel of
+MAML) of the training tasks, and Φ' the MetaNTK between test and training tasks. The experiment compares the predictions
+of trained networks with F_t at a finite time and at the end of training. It also compares MTL and ANIL with the
+predictions of lemma 1 of Wang et al. 2021. The formulas are for gradient flow, so all inner steps are small, and also
+the outer steps up to the finite time. The result at the end of training does not depend on the outer step size, so the
+remaining outer steps are larger. The papers have proofs but no experiment for these statements.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ class Settings:
     inner_steps: int = 10
     outer_time: float = 3.0  # ηt·σ_max(Φ), the finite time of training
     outer_steps: int = 30
-    remainder: float = 0.003  # fraction of the slowest mode that remains at the end, according to the kernel
+    remainder: float = 0.003  # fraction of the slowest error mode that remains at the end, according to the kernel
 
 
 SETTINGS = {
@@ -55,7 +58,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of training by gradient descent, and the predictions of the kernel at its end."""
+    """A stage of training by gradient descent, and the predictions of the kernel at the end of the stage."""
 
     name: str
     lr: float
@@ -87,7 +90,7 @@ def measure(options: ExperimentOptions) -> Errors:
 
 
 def plan_stages(settings: Settings, name: KernelMethod, train: Episodes, test: Episodes) -> tuple[Stage, Stage]:
-    """Return a stage of small steps up to the finite time, and one of larger steps to convergence."""
+    """Return a stage of small steps up to the finite time, and a stage of larger steps to convergence."""
     inner_time = 0.0 if name == "mtl" else settings.inner_time
     learner = KernelLearner(KERNEL, name, inner_time=inner_time, test_time=settings.inner_time)
     fully_trained = learner.fit(train)
@@ -112,15 +115,15 @@ def methods(settings: Settings, name: KernelMethod) -> tuple[Method, Method]:
 
 
 def rows(errors: Errors, _: ExperimentOptions) -> Iterator[Row]:
-    """Yield the exponent of the width in the error and the error at each width, for each method after each stage."""
-    note = "agrees if the error falls with the width: the interval, over initializations, is below 0"
+    """Yield rows of the exponent of the width in the error, and of the error at each width, by stage and method."""
+    note = "agrees if the error decreases with the width: the interval over initializations is below 0"
     for stage, methods in errors.items():
         for name, points in methods.items():
             label, law = f"{name.upper()} {stage}", PowerLaw.fit(points)
             agrees = law.exponent + law.ci95 < 0
             yield Row(label, "exponent of the width", ours=law.exponent, ci95=law.ci95, agrees=agrees, note=note)
             for width, values in points.items():
-                yield Row.mean(f"{label}, width {width}", "error, of ‖F‖", values)
+                yield Row.mean(f"{label}, width {width}", "relative error", values)
 
 
 def figure(outcome: Outcome[Errors]) -> Figure:

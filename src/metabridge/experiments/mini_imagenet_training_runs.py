@@ -33,7 +33,7 @@ _RESNET = ImageTrainingConfig(
     validate_tasks=500,
     validate_shots=5,
 )
-# On a GPU, a step of 16 tasks takes little longer than a step of a few tasks.
+# The batch size is 16 because, on a GPU, such a step takes little longer than a step of a few tasks.
 _CONV = ImageTrainingConfig(
     "maml",
     batch_size=16,
@@ -45,8 +45,8 @@ _CONV = ImageTrainingConfig(
     validate_tasks=300,
 )
 
-# The options were selected on validation tasks. The paper lowers the learning rate at plateaus. Ours follows a cosine
-# schedule, whose number of iterations fits the available time.
+# The options were selected on validation tasks. Unlike the paper, which lowers the learning rate at plateaus, we use a
+# cosine schedule. The number of iterations was chosen to fit the available time.
 _RFS = replace(
     _RESNET,
     method="rfs",
@@ -59,16 +59,17 @@ _RFS = replace(
     rotated_classes=True,
     validate_every=4000,
 )
+# For r2d2 and metaoptnet, whose inner solvers compute the head of each task.
 _SOLVER = replace(_RESNET, shots=5, queries=10, batch_size=4, iterations=5000, schedule=Cosine(), validate_every=500)
 _ANIL = replace(_CONV, method="anil", method_options={"steps": 5, "lr": 0.1}, iterations=12_000)
 PAPER: dict[str, ImageTrainingConfig] = {
     "rfs": _RFS,
-    # 256 images per step, as for rfs, but from 64 of the 256 classes
+    # 256 images per step, as for rfs, but from 64 of the 256 classes (64 original and 192 rotated ones)
     "mtl": replace(_RFS, method="mtl", training_ways=64, shots=2, queries=2, batch_size=1, iterations=22_000),
     "r2d2": replace(_SOLVER, method="r2d2"),
     "metaoptnet": replace(_SOLVER, method="metaoptnet"),
     "maml-1": replace(_CONV, method_options={"steps": 5, "lr": 0.03}, iterations=10_000, lr=4e-3),
-    "maml-5": replace(  # an inner step with five shots takes five times as long
+    "maml-5": replace(  # fewer inner steps, because each takes five times as long with five shots
         _CONV,
         method_options={"steps": 3, "lr": {"features": 0.02, "head": 0.15}},
         iterations=11_000,
@@ -82,12 +83,12 @@ PAPER: dict[str, ImageTrainingConfig] = {
 
 
 def configs(scale: str) -> dict[str, ImageTrainingConfig]:
-    """Return the training configurations by name. Runs whose names end in -1 or -5 are for this number of shots."""
+    """Return the training configurations by run name. A name that ends in -1 or -5 contains the number of shots."""
     return PAPER if scale == "paper" else {name: quick_config(config) for name, config in PAPER.items()}
 
 
 def quick_config(config: ImageTrainingConfig) -> ImageTrainingConfig:
-    """Return the configuration with few steps, small batches and a small network."""
+    """Return a copy of the configuration with few steps, small batches and a small network."""
     quick = replace(
         config,
         iterations=30,
@@ -104,12 +105,12 @@ def quick_config(config: ImageTrainingConfig) -> ImageTrainingConfig:
 
 
 def train_or_load_all(options: ExperimentOptions, names: tuple[str, ...]) -> dict[str, TrainingRecord]:
-    """Return the records of the finished training runs among `names`, after training those that `only` selects."""
-    selected = {name: config for name, config in configs(options.scale).items() if name in names}
-    options.check_only(selected)
+    """Train those of the named runs that `only` selects. Return the records of the named runs that are finished."""
+    selected_configs = {name: config for name, config in configs(options.scale).items() if name in names}
+    options.check_only(selected_configs)
     images = cache(lambda: load_images(options))
     records = {}
-    for name, config in selected.items():
+    for name, config in selected_configs.items():
         shots, evaluation = name.partition("-")[2], EVALUATIONS[options.scale]
         evaluation = replace(evaluation, shots=(int(shots),)) if shots else evaluation
         record_name = f"{options.data_name('mini-imagenet')}-{name}-{options.scale}-{options.seed}"

@@ -1,7 +1,7 @@
 """Wang et al. 2022, figure 2: the cells that MetaNTK-NAS selects, and how much they vary between seeds.
 
-The paper shows one example. The rows contain the percentages of edges and operators that cells from different seeds
-have in common, compared with random cells.
+The paper shows one example. The rows contain the mean percentages of edges and operators that the cells of two searches
+with different seeds have in common. Their notes give the same percentages for random cells.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VARIANTS = {
     "5 cells, regions alone": REGIONS,
     "5 cells, random": RANDOM,
 }
-EDGES = len(CELLS) * NODES * INPUTS_PER_NODE
+EDGES = len(CELLS) * NODES * INPUTS_PER_NODE  # number of edges of an architecture
 
 
 def measure(options: ExperimentOptions) -> dict[str, SearchRecord]:
@@ -37,23 +37,23 @@ def measure(options: ExperimentOptions) -> dict[str, SearchRecord]:
 
 
 def rows(records: Mapping[str, SearchRecord], options: ExperimentOptions) -> list[Row]:
-    """Return the overlap of the cells of each variant, and the costs of the searches."""
-    operators = len(SETTINGS[options.scale].search.operators)
+    """Return how much the cells of each variant overlap, and the costs of the searches."""
+    num_operators = len(SETTINGS[options.scale].search.operators)
     rows = []
     for name, variant in VARIANTS.items():
         searches = variant.searches(records, options)
-        rows += overlap_rows(name, searches, operators) + cost_rows(name, searches, [])
+        rows += overlap_rows(name, searches, num_operators) + cost_rows(name, searches, [])
     return rows
 
 
-def overlap_rows(name: str, searches: Sequence[SearchRecord], operators: int) -> list[Row]:
+def overlap_rows(name: str, searches: Sequence[SearchRecord], num_operators: int) -> list[Row]:
     """Return the mean percentages of common edges and operators over pairs of searches."""
     pairs = list(itertools.combinations([search.architecture for search in searches], 2))
     if not pairs:
         return []
     rows = []
     percentages = zip(*(overlap(*pair) for pair in pairs))
-    for quantity, values, expected in zip(("edges", "operators"), percentages, expected_overlap(operators)):
+    for quantity, values, expected in zip(("edges", "operators"), percentages, expected_overlap(num_operators)):
         mean = statistics.mean(values)
         note = (
             f"{(1 - mean / 100) * EDGES:.1f} of {EDGES} differ, mean over pairs of {len(searches)} searches; "
@@ -64,7 +64,7 @@ def overlap_rows(name: str, searches: Sequence[SearchRecord], operators: int) ->
 
 
 def overlap(first: Architecture, second: Architecture) -> tuple[float, float]:
-    """Return the percentage of edges in both architectures, and of edges with the same operator in both.
+    """Return the percentage of edges that two architectures share, and of edges that also have the same operator.
 
     >>> cell = (((0, "skip"), (1, "skip")), ((0, "skip"), (2, "skip")), ((1, "skip"), (3, "skip")))
     >>> other = (cell[0], ((0, "conv_3x3"), (1, "skip")), cell[2])
@@ -76,21 +76,21 @@ def overlap(first: Architecture, second: Architecture) -> tuple[float, float]:
     return 100 * len(common_edges) / len(operators), 100 * len(operators & other_operators) / len(operators)
 
 
-def expected_overlap(operators: int) -> tuple[float, float]:
-    """Return the expected `overlap` of random cells whose operators are chosen from this number of operators.
+def expected_overlap(num_operators: int) -> tuple[float, float]:
+    """Return the expected `overlap` of random cells with this number of candidate operators.
 
-    A random node keeps each of its n inputs with probability k/n, where k = INPUTS_PER_NODE. On average, two nodes
-    therefore have k²/n inputs in common.
+    A random node keeps each of its n candidate inputs with probability k/n, where k = INPUTS_PER_NODE. On average, two
+    random nodes therefore have k²/n inputs in common.
 
     >>> expected_overlap(7)
     (72.22..., 10.31...)
     """
     common_edges = 100 * sum(INPUTS_PER_NODE**2 / (node + 2) for node in range(NODES)) / (NODES * INPUTS_PER_NODE)
-    return common_edges, common_edges / operators
+    return common_edges, common_edges / num_operators
 
 
 def figure(outcome: Outcome[Mapping[str, SearchRecord]]) -> Figure:
-    """Draw the cells of searches with the kernels of MAML and ANIL, or of all searches if there are none of these.
+    """Draw the cells found with the MAML and ANIL kernels, or the cells of all searches if there are no such searches.
 
     The figure has one row per search.
     """

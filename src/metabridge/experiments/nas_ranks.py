@@ -1,9 +1,9 @@
 """Rank correlations between the proxies of an architecture search and the accuracies after training.
 
-The papers do not report them. The proxies of random architectures are computed before training, and all architectures
-are trained briefly in the same way. The rank correlation of each proxy with the accuracy on new tasks has a bootstrap
-interval over architectures. The number of parameters is the baseline. The signs are chosen such that a useful proxy has
-a positive correlation.
+The papers do not report these correlations. The proxies of random architectures are computed before training, and all
+architectures are trained briefly in the same way. The rank correlation of each proxy with the accuracy on new tasks has
+a bootstrap interval over architectures. The number of parameters is the baseline. The signs are chosen such that a
+useful proxy has a positive correlation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from metabridge.report.results import Row
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-MIN_ARCHITECTURES = 3  # smallest number for a correlation
+MIN_ARCHITECTURES = 3  # smallest number of architectures for a rank correlation
 
 
 def measure(options: ExperimentOptions) -> dict[str, RankRecord]:
@@ -45,21 +45,21 @@ def measure(options: ExperimentOptions) -> dict[str, RankRecord]:
 
 
 def rows(records: Mapping[str, RankRecord], options: ExperimentOptions) -> list[Row]:
-    """Return the correlations, and the mean and the standard deviation of the accuracies."""
+    """Return rows of the correlations, and of the mean and the standard deviation of the accuracies."""
     (record,), resamples = records.values(), SETTINGS[options.scale].resamples
     rows = []
     for coefficient in get_args(Coefficient):
         intervals = correlations(record.architectures, coefficient, resamples=resamples, seed=options.seed)
         for proxy, interval in intervals.items():
-            failures = sum(scored.proxies[proxy] is None for scored in record.architectures)
-            ends = f"{interval.low:.2f} to {interval.high:.2f}".replace("-", "−")
-            note = f"95 % interval {ends}; {len(record.architectures)} architectures"
+            failures = sum(architecture.proxies[proxy] is None for architecture in record.architectures)
+            bounds = f"{interval.low:.2f} to {interval.high:.2f}".replace("-", "−")
+            note = f"95 % interval {bounds}; {len(record.architectures)} architectures"
             note += f", for {failures} of which the proxy failed" if failures else ""
             ci95 = (interval.high - interval.low) / 2
             rows.append(Row(f"{proxy}, {coefficient}", "rank correlation", ours=interval.value, ci95=ci95, note=note))
-    accuracies = [100 * scored.accuracy for scored in record.architectures]
-    mean_margin = 100 * sum(scored.ci95 for scored in record.architectures) / len(accuracies)
-    note = f"{min(accuracies):.1f} to {max(accuracies):.1f}; each ± {mean_margin:.2f} over its tasks"
+    accuracies = [100 * architecture.accuracy for architecture in record.architectures]
+    mean_margin = 100 * sum(architecture.ci95 for architecture in record.architectures) / len(accuracies)
+    note = f"{min(accuracies):.1f} to {max(accuracies):.1f}; mean 95 % interval over tasks ± {mean_margin:.2f}"
     rows.append(Row("all architectures", "mean accuracy %", ours=statistics.mean(accuracies), note=note))
     rows.append(Row("all architectures", "standard deviation of accuracy %", ours=statistics.stdev(accuracies)))
     return rows
@@ -68,9 +68,9 @@ def rows(records: Mapping[str, RankRecord], options: ExperimentOptions) -> list[
 def correlations(
     architectures: Sequence[ScoredArchitecture], coefficient: Coefficient, *, resamples: int, seed: int
 ) -> dict[str, Interval]:
-    """Return the rank correlation of every proxy with the accuracy, with its interval."""
-    accuracies = [scored.accuracy for scored in architectures]
-    qualities = {proxy: [scored.predicted_quality(proxy) for scored in architectures] for proxy in PROXIES}
+    """Return the rank correlation of each proxy with the accuracy, with its bootstrap interval."""
+    accuracies = [architecture.accuracy for architecture in architectures]
+    qualities = {proxy: [architecture.predicted_quality(proxy) for architecture in architectures] for proxy in PROXIES}
     return {
         proxy: Interval(*rank_correlation(coefficient, values, accuracies, resamples=resamples, seed=seed))
         for proxy, values in qualities.items()
@@ -78,7 +78,7 @@ def correlations(
 
 
 def figure(outcome: Outcome[Mapping[str, RankRecord]]) -> Figure:
-    """Draw the accuracies as functions of each proxy, and Spearman's correlations."""
+    """Draw the accuracies as functions of each proxy, and Spearman's rank correlations."""
     from matplotlib.figure import Figure
 
     from metabridge.report import figures
@@ -88,9 +88,9 @@ def figure(outcome: Outcome[Mapping[str, RankRecord]]) -> Figure:
     *panels, summary = figure.subplots(2, 3).flat
     for axes, proxy, color in zip(panels, PROXIES, figures.COLORS):
         points = [
-            (value, 100 * scored.accuracy, 100 * scored.ci95)
-            for scored in record.architectures
-            if (value := scored.proxies[proxy]) is not None
+            (value, 100 * architecture.accuracy, 100 * architecture.ci95)
+            for architecture in record.architectures
+            if (value := architecture.proxies[proxy]) is not None
         ]
         values, accuracies, margins = zip(*points) if points else ((), (), ())
         axes.errorbar(values, accuracies, yerr=margins, fmt="o", color=color, markersize=4)

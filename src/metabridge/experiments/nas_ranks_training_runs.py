@@ -84,7 +84,7 @@ class ScoredArchitecture:
 
 @dataclass(frozen=True)
 class RankRecord(Record):
-    """All architectures that have been trained, in the order in which they were finished."""
+    """The trained architectures, in the order in which their training runs finished."""
 
     architectures: tuple[ScoredArchitecture, ...]
 
@@ -95,8 +95,8 @@ class RankRecord(Record):
         defaults = as_json(asdict(ImageTrainingConfig(training["method"])))  # for options that are not in older records
         plan = {**stored["plan"], "training": defaults | training}
         architectures = tuple(
-            ScoredArchitecture(**{**scored, "architecture": Architecture.from_dict(scored["architecture"])})
-            for scored in stored["judged"]
+            ScoredArchitecture(**{**entry, "architecture": Architecture.from_dict(entry["architecture"])})
+            for entry in stored["judged"]
         )
         return cls(stored["name"], plan, stored["environment"], 0.0, ()).with_architectures(architectures)
 
@@ -107,22 +107,28 @@ class RankRecord(Record):
 
     def with_architectures(self, architectures: Sequence[ScoredArchitecture]) -> RankRecord:
         """Return a copy of the record with these architectures."""
-        minutes = sum(scored.minutes for scored in architectures)
+        minutes = sum(architecture.minutes for architecture in architectures)
         return replace(self, minutes=minutes, architectures=tuple(architectures))
 
 
 def train_and_score(options: ExperimentOptions) -> RankRecord:
-    """Within the time limit, train and score the architectures that the record lacks, and return the record."""
+    """Train and score the architectures missing from the record, within the time limit, and return the record."""
     settings = seeded_settings(options)
-    stored = {"search": settings.search.to_dict(), "training": asdict(settings.config)}
-    plan = as_json({"data": "glyphs", **stored, "test_tasks": settings.test_tasks})
+    plan = as_json(
+        {
+            "data": "glyphs",
+            "search": settings.search.to_dict(),
+            "training": asdict(settings.config),
+            "test_tasks": settings.test_tasks,
+        }
+    )
     name = f"nas-ranks-{options.scale}-{options.seed}"
-    empty = RankRecord(name, plan, Machine.current(options.device), 0.0, ())
-    record = RankRecord.load(options, name, plan) or empty
+    new_record = RankRecord(name, plan, Machine.current(options.device), 0.0, ())
+    record = RankRecord.load(options, name, plan) or new_record
     images = load("glyphs").to(options.device)
     for architecture, run in train_missing(options, settings, record, images):
-        scored = score(options, settings, architecture, run, images)
-        record = record.with_architectures([*record.architectures, scored])
+        scored_architecture = score(options, settings, architecture, run, images)
+        record = record.with_architectures([*record.architectures, scored_architecture])
         record.save(options)
     return record.with_architectures(record.architectures[: settings.architectures])
 
@@ -140,11 +146,11 @@ def seeded_settings(options: ExperimentOptions) -> Settings:
 def train_missing(
     options: ExperimentOptions, settings: Settings, record: RankRecord, images: LabeledImages
 ) -> Iterator[tuple[Architecture, Run]]:
-    """Train the architectures that are missing in the record, and yield each with its finished run."""
+    """Train the architectures that are not in the record, and yield each with its finished training run."""
     generator = torch.Generator().manual_seed(options.seed)
-    trained = {scored.architecture for scored in record.architectures}
+    trained_architectures = {entry.architecture for entry in record.architectures}
     architectures = {f"network {i}": random_architecture(generator) for i in range(settings.architectures)}
-    start = {
+    trainers = {
         label: partial(
             image_trainer,
             architecture_config(settings, architecture, images),
@@ -153,16 +159,16 @@ def train_missing(
             out=run_folder(options, f"{record.name}-{label.replace(' ', '-')}", record.plan),
         )
         for label, architecture in architectures.items()
-        if architecture not in trained
+        if architecture not in trained_architectures
     }
     at_once = concurrent_runs(options.device)
-    for label, run in train_interleaved(start, at_once=at_once, minutes=options.minutes, progress=options.progress):
+    for label, run in train_interleaved(trainers, at_once=at_once, minutes=options.minutes, progress=options.progress):
         if run.finished:
             yield architectures[label], run
 
 
 def architecture_config(settings: Settings, architecture: Architecture, images: LabeledImages) -> ImageTrainingConfig:
-    """Return the training configuration with this architecture as the model."""
+    """Return the training configuration for a network of this architecture."""
     model_options = {
         "architecture": asdict(architecture),
         "cells": settings.search.cells,

@@ -20,11 +20,11 @@ def accuracy_rows(
     """Return the mean and the standard deviation of the accuracy over searches, for 1 and 5 shots.
 
     The interval of the mean is over tasks, which are the same for all searches. Our mean agrees if the upper end of its
-    interval is at least the published mean minus its standard deviation.
+    interval is at least the published mean minus the published standard deviation.
     """
     rows = []
     for shots in SHOTS if records else ():
-        scores = [record.selected(shots) for record in records]
+        scores = [record.selected_accuracy(shots) for record in records]
         means = [100 * score.mean for score in scores]
         ours, ci95 = statistics.mean(means), statistics.mean(100 * score.ci95 for score in scores)
         published_mean, published_deviation = published[shots]
@@ -37,7 +37,7 @@ def accuracy_rows(
                 ours=ours,
                 ci95=ci95,
                 agrees=ours + ci95 >= published_mean - published_deviation if comparable else None,
-                note=f"{records[0].images}, {records[0].iterations} steps; each: {mean_list}; {scores[0]}",
+                note=f"{records[0].images}, {records[0].iterations} steps; of each network: {mean_list}; {scores[0]}",
             )
         )
         if len(means) > 1:
@@ -59,19 +59,20 @@ def gain_rows(
     """
     rows = []
     for shots in SHOTS if all(records) else ():
-        first, second = ([record.selected(shots) for record in group] for group in records)
-        ours, reference = (statistics.mean(100 * score.mean for score in scores) for scores in (first, second))
+        first, second = ([record.selected_accuracy(shots) for record in group] for group in records)
+        mean, reference_mean = (statistics.mean(100 * score.mean for score in scores) for scores in (first, second))
         margin = math.hypot(*(statistics.mean(100 * score.ci95 for score in scores) for scores in (first, second)))
-        published_ours, published_reference = (accuracies[shots][0] for accuracies in published)
+        published_mean, published_reference_mean = (accuracies[shots][0] for accuracies in published)
         rows.append(
             Row(
                 f"{name}, {shots}-shot",
                 "difference in accuracy %",
-                published=published_ours - published_reference,
-                ours=ours - reference,
+                published=published_mean - published_reference_mean,
+                ours=mean - reference_mean,
                 ci95=margin,
-                agrees=ours > reference if comparable and abs(ours - reference) > margin else None,
-                note="agrees if above 0; undecided within its interval, which is wide, since both have the same tasks",
+                agrees=mean > reference_mean if comparable and abs(mean - reference_mean) > margin else None,
+                note="agrees if above 0; undecided if the 95 % interval contains 0, which is wider than necessary "
+                "because it ignores that both networks are tested on the same tasks",
             )
         )
     return rows
@@ -80,26 +81,26 @@ def gain_rows(
 def cost_rows(
     name: str,
     searches: Sequence[SearchRecord],
-    trainings: Sequence[TrainingRecord],
+    training_runs: Sequence[TrainingRecord],
     *,
     published_parameters: float | None = None,
     published_hours: float | None = None,
 ) -> list[Row]:
-    """Return means over searches: millions of parameters, hours of search and minutes of training."""
+    """Return rows of the means over searches: millions of parameters, hours of search and minutes of training."""
     rows = []
-    if searches or trainings:
-        sizes = [record.parameters / 1e6 for record in searches or trainings]
-        note = f"each: {', '.join(f'{size:.2f}' for size in sizes)}"
+    if searches or training_runs:
+        sizes = [record.parameters / 1e6 for record in searches or training_runs]
+        note = f"of each network: {', '.join(f'{size:.2f}' for size in sizes)}"
         mean = statistics.mean(sizes)
         rows.append(Row(f"{name}, parameters", "million", published=published_parameters, ours=mean, note=note))
     if any(record.evaluated for record in searches):
         hours = statistics.mean(record.minutes / 60 for record in searches)
         minutes_list = ", ".join(f"{record.minutes:.2f}" for record in searches)
         failures = sum(record.failed for record in searches)
-        note = f"on {searches[0].environment.device}; each: {minutes_list} minutes"
-        note += f"; {searches[0].evaluated} networks per search, a proxy failed for {failures} in total"
+        note = f"on {searches[0].environment.device}; the searches took {minutes_list} minutes"
+        note += f"; {searches[0].evaluated} networks per search; a proxy failed for {failures} networks in total"
         rows.append(Row(f"{name}, search", "hours", published=published_hours, ours=hours, note=note))
-    if trainings:
-        minutes = statistics.mean(record.minutes for record in trainings)
-        rows.append(Row(f"{name}, training", "minutes", ours=minutes, note=f"on {trainings[0].environment.device}"))
+    if training_runs:
+        minutes = statistics.mean(record.minutes for record in training_runs)
+        rows.append(Row(f"{name}, training", "minutes", ours=minutes, note=f"on {training_runs[0].environment.device}"))
     return rows

@@ -1,6 +1,6 @@
 """Architecture searches on mini-ImageNet (Wang et al. 2022, figure 2 and tables 1 and 2).
 
-Every search writes a record. With `--only`, it is selected by the name "search-LABEL".
+Every search writes a record. `--only search-LABEL` selects a search by its label.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ GLYPH_CLASSES = 25  # number of classes per split at the quick scale
 
 @dataclass(frozen=True)
 class SearchVariant:
-    """The kernel that guides a search, its parameters, and the number of cells (Wang et al. 2022, appendix E)."""
+    """The kernel that guides a search, its options, and the number of cells (Wang et al. 2022, appendix E)."""
 
     kernel: SearchKernel
     cells: int = 5
@@ -59,16 +59,16 @@ class Settings:
     """How to search and train.
 
     Args:
-        seeds: Number of searches of each variant.
-        search: How to search, except for the fields of `SearchVariant`.
-        config: How to train ResNet-12, and networks of cells except for `lr` and `drop_rate`.
-        recipes: Other ways to train the same networks, by name: what each changes of the configuration.
+        seeds: Number of searches of each variant, each with its own seed.
+        search: Configuration of the searches, except for the seed and the fields of `SearchVariant`.
+        config: Training configuration of ResNet-12, and of networks of cells except for `lr` and `drop_rate`.
+        recipes: Other training configurations of networks of cells: for each name, the fields that differ.
         lr: Learning rate for networks of cells.
         drop_rate: Drop rate for networks of cells.
         tasks: Number of tasks to evaluate on, in validation and test.
         views: Test-time augmentations to choose from in validation.
         data: Name of the data set.
-        image_channels: Number of channels of its images.
+        image_channels: Number of channels of the images in the data set.
     """
 
     seeds: int
@@ -153,15 +153,15 @@ def search_all(options: ExperimentOptions, variants: Iterable[SearchVariant]) ->
 
 
 def search_or_load(options: ExperimentOptions, variant: SearchVariant, label: str, seed: int) -> SearchRecord | None:
-    """Return the record of a search. If there is none yet, search.
+    """Return the record of a search, after running the search if there is no record yet.
 
-    The record is None if `only` excludes the search or the time limit ends it.
+    Return None if `only` excludes the search or the time limit ends it.
     """
-    settings, part = SETTINGS[options.scale], f"search-{label}"
+    settings, search_name = SETTINGS[options.scale], f"search-{label}"
     search = replace(settings.search, **asdict(variant), seed=seed)
-    plan, name = as_json({"data": settings.data, **search.to_dict()}), f"nas-{part}-{options.scale}"
+    plan, name = as_json({"data": settings.data, **search.to_dict()}), f"nas-{search_name}-{options.scale}"
     record = SearchRecord.load(options, name, plan)
-    if record is not None or not options.includes(part):
+    if record is not None or not options.includes(search_name):
         return record
     try:
         result = run_search(

@@ -1,7 +1,7 @@
-"""Wang et al. 2022, table 1: cells selected by MetaNTK-NAS and trained with RFS on mini-ImageNet, against ResNet-12.
+"""Wang et al. 2022, table 1: cells selected by MetaNTK-NAS compared with ResNet-12.
 
-All networks are trained for the same number of steps. The architecture of one search is also trained
-for longer, and with Muon.
+All networks are trained with RFS on mini-ImageNet, for the same number of steps. The architecture of one search is also
+trained for longer, and with Muon.
 """
 
 from __future__ import annotations
@@ -11,7 +11,12 @@ from collections.abc import Mapping
 from metabridge.experiments.experiment import ExperimentOptions, TrainingExperiment
 from metabridge.experiments.nas_rows import accuracy_rows, cost_rows, gain_rows
 from metabridge.experiments.nas_searches import DEEP, METANTK
-from metabridge.experiments.nas_training_runs import finished_trainings, recipe_label, resnet12_label, search_and_train
+from metabridge.experiments.nas_training_runs import (
+    finished_training_runs,
+    recipe_label,
+    resnet12_label,
+    search_and_train,
+)
 from metabridge.experiments.records import Record
 from metabridge.report.results import Row
 
@@ -36,35 +41,35 @@ SEARCH_HOURS = {SHALLOW_CELLS: 1.54, DEEP_CELLS: 1.92}  # on a V100
 
 def additional_labels(options: ExperimentOptions) -> dict[str, str]:
     """Return the labels of the training runs with other recipes and of ResNet-12."""
-    first = next(iter(METANTK.seeds(options)))
+    first_label = next(iter(METANTK.seeds(options)))
     return {
-        LONGER: recipe_label(first, "longer"),
-        MUON: recipe_label(first, "muon"),
+        LONGER: recipe_label(first_label, "longer"),
+        MUON: recipe_label(first_label, "muon"),
         RESNET12: resnet12_label(options),
     }
 
 
 def measure(options: ExperimentOptions) -> dict[str, Record]:
     """Return the records of all finished searches and training runs."""
-    return search_and_train(options, VARIANTS.values(), additional=additional_labels(options).values())
+    return search_and_train(options, VARIANTS.values(), additional_labels=additional_labels(options).values())
 
 
 def rows(records: Mapping[str, Record], options: ExperimentOptions) -> list[Row]:
-    """Return accuracies, differences in accuracy from ResNet-12, and costs."""
-    trainings = {name: finished_trainings(records, variant.seeds(options)) for name, variant in VARIANTS.items()}
+    """Return rows of the accuracies, the gains over ResNet-12, and the costs."""
+    runs_by_name = {name: finished_training_runs(records, variant.seeds(options)) for name, variant in VARIANTS.items()}
     for name, label in additional_labels(options).items():
-        trainings[name] = finished_trainings(records, [label])
+        runs_by_name[name] = finished_training_runs(records, [label])
     comparable = options.scale == "paper"
     rows = []
-    for name, trained in trainings.items():
-        rows += accuracy_rows(name, trained, PUBLISHED[name], comparable=comparable)
+    for name, runs in runs_by_name.items():
+        rows += accuracy_rows(name, runs, PUBLISHED[name], comparable=comparable)
     for name in VARIANTS:
-        compared, published = (trainings[name], trainings[RESNET12]), (PUBLISHED[name], PUBLISHED[RESNET12])
-        rows += gain_rows(f"{name}, over {RESNET12}", compared, published, comparable=comparable)
-    for name, trained in trainings.items():
+        compared_runs, published = (runs_by_name[name], runs_by_name[RESNET12]), (PUBLISHED[name], PUBLISHED[RESNET12])
+        rows += gain_rows(f"{name}: accuracy gain over {RESNET12}", compared_runs, published, comparable=comparable)
+    for name, runs in runs_by_name.items():
         searches = VARIANTS[name].searches(records, options) if name in VARIANTS else []
         rows += cost_rows(
-            name, searches, trained, published_parameters=PARAMETERS[name], published_hours=SEARCH_HOURS.get(name)
+            name, searches, runs, published_parameters=PARAMETERS[name], published_hours=SEARCH_HOURS.get(name)
         )
     return rows
 

@@ -1,6 +1,7 @@
-"""Wang et al. 2022, table 2: MetaNTK-NAS compared with searches guided by the NTK or by linear regions alone.
+"""Wang et al. 2022, table 2: MetaNTK-NAS compared with searches that use another kernel or no kernel.
 
-Networks of 5 cells are trained with the same schedule on mini-ImageNet. Random cells are the baseline.
+One variant of the search uses the NTK and the number of linear regions, another only the number of linear regions.
+Random cells are the baseline. All networks have 5 cells and are trained with the same schedule on mini-ImageNet.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Mapping
 from metabridge.experiments.experiment import ExperimentOptions, TrainingExperiment
 from metabridge.experiments.nas_rows import accuracy_rows, cost_rows, gain_rows
 from metabridge.experiments.nas_searches import METANTK, NTK, RANDOM, REGIONS
-from metabridge.experiments.nas_training_runs import finished_trainings, search_and_train
+from metabridge.experiments.nas_training_runs import finished_training_runs, search_and_train
 from metabridge.experiments.records import Record
 from metabridge.report.results import Row
 
@@ -32,18 +33,19 @@ def measure(options: ExperimentOptions) -> dict[str, Record]:
 
 
 def rows(records: Mapping[str, Record], options: ExperimentOptions) -> list[Row]:
-    """Return accuracies, differences in accuracy between the MetaNTK and the others, and costs."""
-    trainings = {name: finished_trainings(records, variant.seeds(options)) for name, variant in VARIANTS.items()}
+    """Return rows of the accuracies, the gains of the MetaNTK over the other variants, and the costs."""
+    runs_by_name = {name: finished_training_runs(records, variant.seeds(options)) for name, variant in VARIANTS.items()}
     comparable = options.scale == "paper"
     rows = []
-    for name, trained in trainings.items():
-        rows += accuracy_rows(name, trained, PUBLISHED[name], comparable=comparable)
+    for name, runs in runs_by_name.items():
+        rows += accuracy_rows(name, runs, PUBLISHED[name], comparable=comparable)
     for name in list(VARIANTS)[1:]:
-        compared = trainings[METANTK_NAME], trainings[name]
+        compared_runs = runs_by_name[METANTK_NAME], runs_by_name[name]
         published = PUBLISHED[METANTK_NAME], PUBLISHED[name]
-        rows += gain_rows(f"{METANTK_NAME}, over {name}", compared, published, comparable=comparable)
+        row_name = f"accuracy gain of {METANTK_NAME} over {name}"
+        rows += gain_rows(row_name, compared_runs, published, comparable=comparable)
     for name, variant in VARIANTS.items():
-        rows += cost_rows(name, variant.searches(records, options), trainings[name])
+        rows += cost_rows(name, variant.searches(records, options), runs_by_name[name])
     return rows
 
 

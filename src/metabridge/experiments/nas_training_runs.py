@@ -1,6 +1,6 @@
 """Training runs of the architectures that searches select (Wang et al. 2022, tables 1 and 2).
 
-Every run writes a record. With `--only`, it is selected by the name "train-LABEL", with the label of the search.
+Every run writes a record. `--only train-LABEL` selects a run by its label, which starts with the label of the search.
 """
 
 from __future__ import annotations
@@ -20,31 +20,33 @@ IMAGE_SIZE = 84  # width and height of the images of mini-ImageNet in training
 
 
 def search_and_train(
-    options: ExperimentOptions, variants: Iterable[SearchVariant], *, additional: Iterable[str] = ()
+    options: ExperimentOptions, variants: Iterable[SearchVariant], *, additional_labels: Iterable[str] = ()
 ) -> dict[str, Record]:
     """Return the records of all finished searches and training runs, after running those that `only` selects.
 
     Args:
         options: Options of the experiment.
-        variants: How to search. All selected architectures are trained with the same schedule.
-        additional: Labels of additional training runs, from `resnet12_label` or `recipe_label`.
+        variants: The search variants. The architectures that they select are trained with the same schedule.
+        additional_labels: Labels of additional training runs, from `resnet12_label` or `recipe_label`.
 
     Returns:
-        The records by their names for `--only`.
+        The records by the names that `--only` accepts.
 
     Raises:
         InputError: If `only` selects a training run whose search is not finished.
     """
     variants = tuple(variants)
     labels = [label for variant in variants for label in variant.seeds(options)]
-    training_labels = [*labels, *additional]
+    training_labels = [*labels, *additional_labels]
     options.check_only([f"search-{label}" for label in labels] + [f"train-{label}" for label in training_labels])
     searches = search_all(options, variants)
     for label in labels:
         recipe_labels = (recipe_label(label, recipe) for recipe in SETTINGS[options.scale].recipes)
-        selected = {f"train-{name}" for name in (label, *recipe_labels)} & set(options.only)
-        if f"search-{label}" not in searches and selected:
-            raise InputError(f"{min(selected)} needs a search that is finished. Add search-{label} to --only.")
+        selected_names = {f"train-{name}" for name in (label, *recipe_labels)} & set(options.only)
+        if f"search-{label}" not in searches and selected_names:
+            raise InputError(
+                f"{min(selected_names)} needs search-{label}, which is not finished. Add search-{label} to --only."
+            )
     configs = training_configs(options, searches)
     selected_configs = {label: config for label, config in configs.items() if label in training_labels}
     return {**searches, **train_all(options, selected_configs)}
@@ -63,7 +65,7 @@ def recipe_label(label: str, recipe: str) -> str:
 def training_configs(
     options: ExperimentOptions, searches: Mapping[str, SearchRecord]
 ) -> dict[str, ImageTrainingConfig]:
-    """Return the training configurations by label: of each architecture, with each recipe, and of ResNet-12."""
+    """Return the training configurations by label: of each architecture, of its other recipes, and of ResNet-12."""
     settings = SETTINGS[options.scale]
     cell_configs = {name.removeprefix("search-"): cell_config(options, record) for name, record in searches.items()}
     recipe_configs = {
@@ -95,15 +97,17 @@ def train_all(options: ExperimentOptions, configs: Mapping[str, ImageTrainingCon
     evaluation = Evaluation(SHOTS, settings.tasks, settings.views)
     records = {}
     for label, config in configs.items():
-        part = f"train-{label}"
-        name = f"nas-{part}-{options.scale}"
-        record = train_or_load(options, part, name, config, lambda: load_images(options, IMAGE_SIZE), evaluation)
+        run_name = f"train-{label}"
+        record_name = f"nas-{run_name}-{options.scale}"
+        record = train_or_load(
+            options, run_name, record_name, config, lambda: load_images(options, IMAGE_SIZE), evaluation
+        )
         if record is not None:
-            records[part] = record
+            records[run_name] = record
     return records
 
 
-def finished_trainings(records: Mapping[str, Record], labels: Iterable[str]) -> list[TrainingRecord]:
+def finished_training_runs(records: Mapping[str, Record], labels: Iterable[str]) -> list[TrainingRecord]:
     """Return the records of the finished training runs with these labels."""
     finished = (records.get(f"train-{label}") for label in labels)
     return [record for record in finished if isinstance(record, TrainingRecord)]

@@ -1,4 +1,4 @@
-"""Ablation of the training recipe of a classifier of all training classes of mini-ImageNet.
+"""Comparison of optimizers, soft targets and weight averaging, for a classifier of all mini-ImageNet training classes.
 
 There are no published numbers. Every case changes some options of the case "muon".
 """
@@ -26,7 +26,7 @@ from metabridge.training.head_selection import best_in_validation
 
 STEPS = {"quick": 20, "paper": 12_000}
 TEST_VIEWS = {"quick": VIEWS[1:2], "paper": VIEWS[1:3]}
-# For each case, the options that differ from "muon", and the case that is the teacher.
+# For each case, the options that differ from "muon", and the case whose network is the teacher in distillation.
 CASES: dict[str, tuple[dict[str, object], str | None]] = {
     "sgd": ({"optimizer": "sgd"}, None),
     "muon": ({}, None),
@@ -54,8 +54,8 @@ def measure(options: ExperimentOptions) -> dict[str, TrainingRecord]:
 
     for name, (changes, teacher) in CASES.items():
         config = replace(base_config(options), **changes)  # type: ignore[arg-type]
-        loader = None if teacher is None else partial(load_teacher, teacher, name)
-        record = train_or_load(options, name, record_name(options, name), config, images, evaluation, loader)
+        teacher_loader = None if teacher is None else partial(load_teacher, teacher, name)
+        record = train_or_load(options, name, record_name(options, name), config, images, evaluation, teacher_loader)
         if record is not None:
             records[name] = record
     return records
@@ -69,7 +69,7 @@ def base_config(options: ExperimentOptions) -> ImageTrainingConfig:
 
 
 def record_name(options: ExperimentOptions, name: str) -> str:
-    """Return the name of a case's record, which is also that of its run folder."""
+    """Return the name of the record of a case, which is also the name of the run's folder."""
     return f"recipe-{options.data_name('mini-imagenet')}-{name}-{options.scale}-{options.seed}"
 
 
@@ -78,7 +78,7 @@ def rows(records: Mapping[str, TrainingRecord], _: ExperimentOptions) -> list[Ro
     rows = []
     for name, record in records.items():
         for shots in SHOTS:
-            test, validation = record.selected(shots), best_in_validation(record.scores, shots)
+            test, validation = record.selected_accuracy(shots), best_in_validation(record.scores, shots)
             note = f"validation {100 * validation.mean:.2f} %; {record.minutes:.1f} minutes; {test}"
             ours, ci95 = 100 * test.mean, 100 * test.ci95
             rows.append(Row(f"{name}, {shots}-shot", "accuracy %", ours=ours, ci95=ci95, note=note))

@@ -1,7 +1,7 @@
-"""Records of the measurements of training runs and searches: small JSON files that do not contain the weights.
+"""Records: small JSON files with the measurements of a training run or search, without the weights.
 
-Experiments share them. An experiment that is run again reads the existing records, resumes stopped training runs, and
-starts the missing ones.
+Experiments can share records. An experiment that is run again reads the existing records, resumes stopped training
+runs, and starts the missing ones.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Record:
     Args:
         name: Name of the file, without `.json`.
         plan: All settings on which the measurements depend, as `as_json` returns them.
-        environment: The machine that trained or searched.
-        minutes: Duration of the training run or search.
+        environment: The machine on which it ran.
+        minutes: Duration of the training run or search, in minutes.
     """
 
     name: str
@@ -38,13 +38,13 @@ class Record:
     environment: Machine
     minutes: float
 
-    file_keys: ClassVar[Mapping[str, str]] = {}  # keys in the file of the fields that have another name there
+    file_keys: ClassVar[Mapping[str, str]] = {}  # the key in the file, for each field that has a different key there
 
     @classmethod
     def load_or_measure(
         cls,
         options: ExperimentOptions,
-        part: str,
+        run_name: str,
         name: str,
         plan: Mapping[str, Any],
         measure: Callable[[], dict[str, Any] | None],
@@ -53,24 +53,24 @@ class Record:
 
         Args:
             options: Options of the experiment.
-            part: Name of the training run or search in `options.only`.
-            name: Name of the record.
+            run_name: Name of the training run or search in `options.only`.
+            name: Name of the record, and of its file without `.json`.
             plan: All settings on which the measurements depend.
-            measure: Function that trains or searches. It returns `minutes` and the fields that the subclass adds, or
-                None if it was stopped by the time limit.
+            measure: Function that trains or searches. It returns a dict with `minutes` and the fields that the subclass
+                adds, or None if it was stopped by the time limit.
 
         Returns:
-            The record; None if there is none yet, because `options.only` excludes the part or `measure` was stopped.
+            The record; None if there is none yet, because `options.only` excludes the run or `measure` was stopped.
         """
         record = cls.load(options, name, as_json(plan))
-        if record is not None or not options.includes(part):
+        if record is not None or not options.includes(run_name):
             return record
         measurements = measure()
         return None if measurements is None else cls.store(options, name, plan, **measurements)
 
     @classmethod
     def store(cls, options: ExperimentOptions, name: str, plan: Mapping[str, Any], **measurements: Any) -> Self:
-        """Write the record of measurements that were made on this machine, and return it."""
+        """Create the record of measurements on this machine, write it to its file, and return it."""
         record = cls(name=name, plan=as_json(plan), environment=Machine.current(options.device), **measurements)
         record.save(options)
         return record
@@ -117,7 +117,7 @@ class Record:
 
 
 def as_json(settings: Mapping[str, object]) -> dict[str, Any]:
-    """Return settings as they are after writing and reading JSON, with lists instead of tuples.
+    """Return settings as they would be read back from a JSON file, with lists instead of tuples.
 
     >>> as_json({"layers": (2, 3)})
     {'layers': [2, 3]}

@@ -1,4 +1,4 @@
-"""Training runs on images that several experiments share. Each is trained once, and its accuracies are recorded."""
+"""Training runs on images that several experiments share. Each network is trained once; its accuracies are stored."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from metabridge.experiments.experiment import ExperimentOptions
 from metabridge.experiments.records import Record, as_json, image_description
 from metabridge.training import Model
 from metabridge.training.config import ImageTrainingConfig, replace_former_names
-from metabridge.training.evaluation import UNCHANGED, TestTimeAugmentation
+from metabridge.training.evaluation import NO_AUGMENTATION, TestTimeAugmentation
 from metabridge.training.head_selection import HeadSelection, SplitAccuracy, best_in_validation
 from metabridge.training.image_training import train_on_images
 
-PENALTIES = (1e-4, 1e-3, 0.01, 0.1, 0.33, 1.0, 3.0)  # Wang et al. (2021, table 5)
-AUGMENTED_PENALTIES = PENALTIES[3:]  # with test-time augmentation
+# L2 penalties of the test-time logistic regression (Wang et al. 2021, table 5)
+PENALTIES = (1e-4, 1e-3, 0.01, 0.1, 0.33, 1.0, 3.0)
+AUGMENTED_PENALTIES = PENALTIES[3:]  # those to compare with test-time augmentation
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class Evaluation:
 
     Args:
         shots: Numbers of support images per class.
-        tasks: Number of tasks of each split.
-        views: Test-time augmentations to choose from in validation.
+        tasks: Number of validation tasks, and of test tasks.
+        views: Test-time augmentations, of which the best on validation tasks is used.
     """
 
     shots: Sequence[int]
@@ -44,9 +45,9 @@ class TrainingRecord(Record):
         iterations: Number of training steps.
         parameters: Number of parameters of the features.
         curve: Minutes, iteration, accuracy and ci95 of every validation.
-        scores: The accuracies.
-        evaluation_seconds: Time to fit the logistic regression to all test tasks for all numbers of shots, without
-            computing features; None if the method has another head.
+        scores: The accuracy for each split, number of shots, penalty and augmentation that was evaluated.
+        evaluation_seconds: Time to fit the logistic regression to all test tasks for all numbers of shots, not counting
+            the computation of features; None if the method has another head.
     """
 
     images: str
@@ -68,7 +69,7 @@ class TrainingRecord(Record):
         return cls(**{**stored, "plan": plan, "curve": tuple(stored["curve"]), "scores": tuple(scores)})
 
     def score(
-        self, split: str, shots: int, penalty: float | None, views: TestTimeAugmentation = UNCHANGED
+        self, split: str, shots: int, penalty: float | None, views: TestTimeAugmentation = NO_AUGMENTATION
     ) -> SplitAccuracy:
         """Return the accuracy with this penalty and augmentation.
 
@@ -80,7 +81,7 @@ class TrainingRecord(Record):
                 return score
         raise InputError(f"the record of {self.name} has no such score on the {split} split with {shots} shots.")
 
-    def selected(self, shots: int) -> SplitAccuracy:
+    def selected_accuracy(self, shots: int) -> SplitAccuracy:
         """Return the test accuracy with the penalty and augmentation that have the best validation accuracy."""
         best = best_in_validation(self.scores, shots)
         return self.score("test", shots, best.penalty, best.views)
@@ -88,7 +89,7 @@ class TrainingRecord(Record):
 
 def train_or_load(
     options: ExperimentOptions,
-    part: str,
+    run_name: str,
     name: str,
     config: ImageTrainingConfig,
     load_images: Callable[[], LabeledImages],
@@ -99,12 +100,12 @@ def train_or_load(
 
     Args:
         options: Options of the experiment.
-        part: Name of the training run in `options.only`.
+        run_name: Name of the training run in `options.only`.
         name: Name of the record and of the run's folder.
         config: Training configuration.
-        load_images: Function that loads the images; called only to train.
+        load_images: Function that loads the images. It is called only if the network is trained.
         evaluation: How to evaluate.
-        load_teacher: Function that loads the teacher, if there is distillation.
+        load_teacher: Function that loads the teacher of a network that is trained by distillation.
 
     Returns:
         The record; None if `options.only` excludes the run or it was stopped by the time limit.
@@ -153,9 +154,9 @@ def train_or_load(
             "evaluation_seconds": selection.fitting_seconds(run, device_images),
         }
 
-    return TrainingRecord.load_or_measure(options, part, name, config_dict(config), measure)
+    return TrainingRecord.load_or_measure(options, run_name, name, config_dict(config), measure)
 
 
 def config_dict(config: ImageTrainingConfig) -> dict[str, Any]:
-    """Return a configuration as it is stored in `Record.plan`."""
+    """Return a configuration as a dict, in the form of `Record.plan`."""
     return as_json(config.as_dict())

@@ -17,18 +17,19 @@ TASKS = Quadratic(shots=4, queries=4)
 CONSTANTS = {"depth": DEPTH, "environment": asdict(TASKS)}
 
 
-def sample_tasks(tasks: int, seed: int) -> Episodes:
+def sample_tasks(num_tasks: int, seed: int) -> Episodes:
     """Sample tasks and standardize all their labels to zero mean and unit variance."""
-    episodes = TASKS.sample(tasks, torch.Generator().manual_seed(seed))
+    episodes = TASKS.sample(num_tasks, torch.Generator().manual_seed(seed))
     labels = torch.cat([episodes.support_y, episodes.query_y], 1)
     return episodes.map_targets(lambda y: (y - labels.mean()) / labels.std())
 
 
-def initialization_seeds(widths: Sequence[int], nets: int, seed: int) -> dict[int, list[int]]:
-    """Return the seeds of the networks by width. Different values of `seed` share no seeds.
+def initialization_seeds(widths: Sequence[int], nets_per_width: int, seed: int) -> dict[int, list[int]]:
+    """Return the seeds of the networks by width. No two networks have the same seed, even if `seed` differs.
 
     >>> initialization_seeds((8, 16), 2, seed=0)
     {8: [0, 1], 16: [2, 3]}
     """
-    first = seed * len(widths) * nets
-    return {width: list(range(first + i * nets, first + (i + 1) * nets)) for i, width in enumerate(widths)}
+    first = seed * len(widths) * nets_per_width
+    starts = range(first, first + len(widths) * nets_per_width, nets_per_width)
+    return {width: list(range(start, start + nets_per_width)) for width, start in zip(widths, starts)}

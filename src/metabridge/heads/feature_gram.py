@@ -51,8 +51,8 @@ def principal_coordinates_with_bias(x: Tensor) -> tuple[Tensor, Tensor, Tensor, 
 
     Returns:
         The coordinates of the orthogonal part along its principal axes, (tasks, n, r); matrices that convert a weight
-        from these coordinates, as in `principal_coordinates`, to dual coefficients if n ≤ d; the components along
-        (mean, 1), (tasks, n); and the mean of the features.
+        from these coordinates to its dual coefficients if n ≤ d, and to the weight itself otherwise; the components
+        along (mean, 1), (tasks, n); and the mean of the features.
     """
     centered, mean = center(x)
     direction = normalize(pad(mean, (0, 1), value=1.0), dim=-1)
@@ -102,7 +102,7 @@ def _coordinates_from_gram(gram: Tensor, centered_features: Callable[[Tensor], T
 
 
 def gram_matrix(x: Tensor, sensitivity: float) -> tuple[Tensor, Tensor | None]:
-    """Return the Gram matrix of the features in float64, and the mean that was subtracted from them, or None.
+    """Return the Gram matrix of the features in float64, and the subtracted mean, or None if none was subtracted.
 
     The product is computed in float32, without centering, for float32 features on a CPU if the matrix product precision
     is "highest" and the estimated rounding errors of the scores are below `MAX_SCORE_ERROR`. Otherwise the features are

@@ -14,7 +14,7 @@ from metabridge.heads.fitted_heads import at_least_float32
 from metabridge.heads.head import Head
 
 log = logging.getLogger("metabridge")
-MAX_SUBOPTIMALITY = 1e-5  # heads with a larger relative suboptimality log a warning
+MAX_SUBOPTIMALITY = 1e-5  # heads warn if the objective exceeds its minimum by a larger fraction
 
 
 def prepare_tasks(head: Head, features: Tensor, labels: Tensor, outputs: int) -> tuple[Tensor, Tensor]:
@@ -38,7 +38,7 @@ def prepare_tasks(head: Head, features: Tensor, labels: Tensor, outputs: int) ->
         raise InputError(
             f"labels is {describe(labels)}, but for features of shape {tuple(features.shape)} and {outputs} outputs "
             f"it must be int64 of shape {tuple(features.shape[:-1])}. For real-valued targets, use "
-            f"{_regression_heads()}."
+            f"{_names_of_regression_heads()}."
         )
     check_finite("labels", labels)
     x, y = at_least_float32(features.flatten(0, -3)), labels.flatten(0, features.ndim - 3)
@@ -81,7 +81,8 @@ def warn_if_not_converged(head: Head, suboptimality: Tensor, suggestion: str) ->
 
     Args:
         head: The head that was fitted.
-        suboptimality: The relative suboptimality of every binary or multi-class subproblem, (tasks, subproblems).
+        suboptimality: The relative suboptimality of every subproblem, (tasks, subproblems). A subproblem belongs to an
+            output, to a pair of outputs, or to the whole task.
         suggestion: A change of the settings with which the solver converges, such as "a smaller C".
     """
     max_suboptimality = float(suboptimality.max())
@@ -112,5 +113,5 @@ def _check_classes(labels: Tensor, outputs: int) -> None:
         raise InputError(f"class {class_index} of task {task} has no support example. Give every class at least one.")
 
 
-def _regression_heads() -> str:
+def _names_of_regression_heads() -> str:
     return " or ".join(cls.__name__ for cls in Head.registry.values() if cls.supports_regression)

@@ -148,9 +148,8 @@ class PairwiseHead(NamedTuple):
 
 
 FittedHead: TypeAlias = LinearHead | PairwiseHead
-FITTED_HEADS: dict[str, type[FittedHead]] = {
-    cls.__name__: cls for cls in get_args(FittedHead)
-}  # adapted models store the key
+# Files of adapted models contain these keys.
+FITTED_HEADS: dict[str, type[FittedHead]] = {cls.__name__: cls for cls in get_args(FittedHead)}
 
 
 def at_least_float32(features: Tensor) -> Tensor:

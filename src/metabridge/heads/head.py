@@ -61,7 +61,10 @@ class Head(Registered, ABC, root=True):
     @classmethod
     @abstractmethod
     def _from_penalty(cls, penalty: float) -> Self:
-        """Return a head of this class that L2-normalizes features and has this penalty, or 0 for no penalty."""
+        """Return a head that L2-normalizes features and has this penalty.
+
+        A head without penalty ignores the argument.
+        """
 
     @abstractmethod
     def fit(self, features: Tensor, labels: Tensor, outputs: int) -> FittedHead:

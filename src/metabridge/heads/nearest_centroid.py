@@ -16,7 +16,7 @@ from metabridge.heads.head import Head
 
 @dataclass(frozen=True)
 class NearestCentroid(Head):
-    """Nearest class mean: the score of class k is lower, the farther the features are from the mean of the class.
+    """Nearest class mean: the score of class k decreases with the distance between the features and the class mean.
 
     The scores are ½‖x − m‖² − ½‖x − c_k‖², which are linear in x. c_k is the mean of the features of class k, and m is
     the mean of all features.
@@ -40,7 +40,7 @@ class NearestCentroid(Head):
 
     @classmethod
     def _from_penalty(cls, penalty: float) -> Self:
-        return cls(normalize=True)
+        return cls(normalize=True)  # this head has no penalty
 
     def fit(self, features: Tensor, labels: Tensor, outputs: int) -> LinearHead:
         """Fit the head of every task; see `Head.fit`."""

@@ -65,16 +65,16 @@ def _cross_entropy(targets: Tensor, scores: Tensor) -> Expansion:
     logits = scores - (targets * scores).sum(-1, keepdim=True)
     max_logit = logits.amax(-1, keepdim=True)
     exp_logits = (logits - max_logit).exp()
-    error_exp_logits = exp_logits - targets * exp_logits  # 0 for the true class
-    error_sum = error_exp_logits.sum(-1, keepdim=True)
-    error_probability = error_sum / exp_logits.sum(-1, keepdim=True)
+    wrong_exp_logits = exp_logits - targets * exp_logits  # 0 for the true class
+    wrong_sum = wrong_exp_logits.sum(-1, keepdim=True)
+    error_probability = wrong_sum / exp_logits.sum(-1, keepdim=True)
     p = exp_logits / exp_logits.sum(-1, keepdim=True)
 
     def hvp(direction: Tensor) -> Tensor:
         weighted = p * (direction - (targets * direction).sum(-1, keepdim=True))
         return weighted - p * weighted.sum(-1, keepdim=True)
 
-    value = (max_logit + (error_sum + torch.expm1(-max_logit)).log1p()).sum((-2, -1), keepdim=True)
+    value = (max_logit + (wrong_sum + torch.expm1(-max_logit)).log1p()).sum((-2, -1), keepdim=True)
     diagonal = torch.where(targets > 0, p * error_probability, p - p.square())
     return Expansion(value, torch.where(targets > 0, -error_probability, p), hvp, diagonal)
 
@@ -118,7 +118,8 @@ def minimize(loss: Loss, labels: Tensor, X: Tensor, penalty: Tensor, outputs: in
     penalty = all_penalty = penalty[..., None]
     all_X = X
     solution = X.new_zeros(len(X), X.shape[-1], outputs)
-    active_tasks = torch.arange(len(X), device=X.device)  # when half of these indices are solved, they are dropped
+    # Indices of the tasks that are iterated. Solved tasks are dropped as soon as they are at least half of them.
+    active_tasks = torch.arange(len(X), device=X.device)
     V, scores = solution, X @ solution
     expansion = loss.expand(targets, scores)
     objective = expansion.value
@@ -246,8 +247,8 @@ def _cholesky_newton_step(
     def precondition(v: Tensor) -> Tensor:
         scaled_v = (scale * v.mT.reshape(scale.shape))[..., None]
         solution = (scale * torch.cholesky_solve(scaled_v, factor)[..., 0]).view(tasks, outputs, r).mT
-        # Softmax is invariant to the mean over outputs. The penalty makes this mean 0; set it to 0 for unpenalized
-        # rows.
+        # Softmax is invariant to the mean of a row over outputs. The penalty makes this mean 0; set it to 0 in rows
+        # without penalty too.
         return solution if loss.separable else solution - solution.mean(-1, keepdim=True)
 
     step, _ = conjugate_gradients(

@@ -22,7 +22,7 @@ from metabridge.heads.fit_checks import prepare_tasks, warn_if_not_converged, we
 from metabridge.heads.fitted_heads import FittedHead, LinearHead, PairwiseHead
 from metabridge.heads.head import Head
 
-MAX_PRIMAL_SUBOPTIMALITY = 1e-7  # a problem of larger relative suboptimality is also solved in its dual
+MAX_PRIMAL_SUBOPTIMALITY = 1e-7  # a problem with a larger relative suboptimality is also solved in its dual
 # Check float64 weights for rounding errors if C times the largest squared norm of a centered feature exceeds this.
 ROUNDING_CHECK_THRESHOLD = 1e8
 
@@ -94,8 +94,8 @@ class SVM(Head):
         self._refine_in_dual(solution, suboptimality, coordinates, design, mean_norm, y)
         weight, scores_at_mean = (from_coordinates @ solution[:, :-1]).mT, solution[:, -1]
         if x.shape[-2] <= x.shape[-1]:  # `weight` contains dual coefficients
-            bias = (scores_at_mean / mean_norm - (weight @ mean_component[..., None])[..., 0]) / mean_norm
-            weight, mean = weighted_sum_plus_mean(weight, x, coordinates, mean, bias)
+            mean_coefficient = (scores_at_mean / mean_norm - (weight @ mean_component[..., None])[..., 0]) / mean_norm
+            weight, mean = weighted_sum_plus_mean(weight, x, coordinates, mean, mean_coefficient)
         else:
             # Remove the component of the weight along (mean, 1): a rounding error that a large ‖(x, 1)‖ would amplify.
             component = (weight @ pad(mean, (0, 1), value=1.0).mT)[..., 0]
@@ -104,9 +104,10 @@ class SVM(Head):
             bias = scores_at_mean - (weight @ mean.mT)[..., 0]
             scores = (x - mean) @ weight.mT + scores_at_mean[:, None]
             objective = (weight.square().sum(-1) + bias.square()) / 2 + self.C * _squared_hinge_loss(scores, y)
-            minimum_over_C = (penalty[..., None] * solution.square()).sum(-2) / 2
-            minimum_over_C = minimum_over_C + _squared_hinge_loss(design @ solution, y)
-            suboptimality = torch.maximum(suboptimality, objective / (self.C * minimum_over_C) - 1)
+            # `penalty` contains the factor 1/C, so this is the minimum of the objective divided by C.
+            scaled_minimum = (penalty[..., None] * solution.square()).sum(-2) / 2
+            scaled_minimum = scaled_minimum + _squared_hinge_loss(design @ solution, y)
+            suboptimality = torch.maximum(suboptimality, objective / (self.C * scaled_minimum) - 1)
         warn_if_not_converged(self, suboptimality, "a smaller C")
         return LinearHead(*weight_and_bias(features, weight, scores_at_mean, mean), self.normalize)
 
@@ -119,10 +120,11 @@ class SVM(Head):
         mean_norm: Tensor,
         y: Tensor,
     ) -> None:
-        """Solve the duals of problems that did not converge; update `solution` and `suboptimality` in place if better.
+        """Solve the duals of problems that did not converge.
 
-        If C is so large that margins are almost hard, solving the dual is more accurate. Tasks with more than
-        `svm_duals.MAX_EXAMPLES` examples are skipped.
+        Where the dual solution is better, `solution` and `suboptimality` are updated in place. If C is so large that
+        margins are almost hard, solving the dual is more accurate. Tasks with more than `svm_duals.MAX_EXAMPLES`
+        examples are skipped.
         """
         if design.shape[-2] > svm_duals.MAX_EXAMPLES:
             return

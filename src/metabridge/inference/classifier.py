@@ -29,7 +29,7 @@ from metabridge.training.checkpoint import (
     RunFolder,
     check_match,
     copy_into,
-    damaged,
+    damage_error,
     merge_groups,
     read_network,
     select_group,
@@ -223,13 +223,13 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             InputError: If the folder contains no saved classifier, or the file is corrupted.
         """
         run_folder, device = RunFolder(Path(folder)), as_device(device)
-        stored = run_folder.read("adapted")
-        if stored is None:
+        saved_classifier = run_folder.read("adapted")
+        if saved_classifier is None:
             raise InputError(
                 f"{folder} contains no adapted model. Create one with metabridge adapt --save or "
                 "FewShotClassifier.save."
             )
-        tensors, metadata = stored
+        tensors, metadata = saved_classifier
         if metadata.get("version") != FORMAT_VERSION:
             raise InputError(
                 f"the adapted model in {folder} has file format {metadata.get('version')}, but this version of "
@@ -247,7 +247,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             head = _read_head(metadata["head"], select_group(tensors, "head"), params["head.weight"], len(classes))
             classifier = cls(**metadata["arguments"], device=device)
         except PARSING_ERRORS as error:
-            raise damaged(run_folder.path / "adapted.safetensors", str(error).rstrip(".")) from error
+            raise damage_error(run_folder.path / "adapted.safetensors", str(error).rstrip(".")) from error
         check_finite(params | select_group(tensors, "head"), buffers)
         copy_into(net, params, buffers)
         params = {name: value.to(device) for name, value in params.items()}
@@ -300,12 +300,12 @@ def _inputs(images: NDArray[np.uint8], device: torch.device) -> Tensor:
     return torch.from_numpy(images).to(device).float() / 255
 
 
-def _check_outputs(classes: int, outputs: int) -> None:
-    if classes != outputs:
+def _check_outputs(num_classes: int, num_outputs: int) -> None:
+    if num_classes != num_outputs:
         raise InputError(
-            f"y has {classes} classes, but the run was trained for {outputs}, and its method adapts a head with "
-            f"{outputs} outputs. Train with --ways {classes}, or use head='logistic' (--head logistic), which fits a "
-            "new head for any number of classes."
+            f"y has {num_classes} classes, but the run was trained for {num_outputs}, and its method adapts a head "
+            f"with {num_outputs} outputs. Train with --ways {num_classes}, or use head='logistic' (--head logistic), "
+            "which fits a new head for any number of classes."
         )
 
 
@@ -316,19 +316,21 @@ def _read_classes(names: Any) -> NDArray[Any]:
     return classes
 
 
-def _read_head(metadata: Any, tensors: Mapping[str, Tensor], head_weight: Tensor, classes: int) -> FittedHead | None:
+def _read_head(
+    metadata: Any, tensors: Mapping[str, Tensor], head_weight: Tensor, num_classes: int
+) -> FittedHead | None:
     """Return the fitted test-time head; None if the classifier uses the network's head, whose weight is `head_weight`.
 
-    Raise `InputError` if the head of the classifier does not have the given number of classes.
+    Raise `InputError` if the head that the classifier uses does not have `num_classes` classes.
     """
     if metadata is None:
-        if len(head_weight) != classes:
-            raise InputError(f"it has {classes} classes, but {len(head_weight)} outputs")
+        if len(head_weight) != num_classes:
+            raise InputError(f"it has {num_classes} classes, but {len(head_weight)} outputs")
         return None
     head_class = FITTED_HEADS[metadata["kind"]]
-    rows, features = head_class.rows(classes), head_weight.shape[1]
+    num_rows, num_features = head_class.rows(num_classes), head_weight.shape[1]
     head = head_class(**tensors, normalize=bool(metadata["normalise"]))
-    shapes_match = head.weight.shape == (1, rows, features) and head.bias.shape == (1, rows)
+    shapes_match = head.weight.shape == (1, num_rows, num_features) and head.bias.shape == (1, num_rows)
     if not shapes_match or not head.weight.dtype == head.bias.dtype == head_weight.dtype:
-        raise InputError(f"its head has the wrong shape or dtype for {classes} classes and {features} features")
+        raise InputError(f"its head has the wrong shape or dtype for {num_classes} classes and {num_features} features")
     return head

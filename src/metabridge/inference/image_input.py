@@ -107,7 +107,7 @@ def convert_images(X: Iterable[Any], decode_options: DecodeOptions) -> NDArray[n
         images = list(X)
     except TypeError:
         raise InputError(
-            f"X is a {type(X).__name__}, but must be a list of images. For a single image, use [X]."
+            f"X has type {type(X).__name__}, but must be a list of images. For a single image, use [X]."
         ) from None
     if not images:
         raise InputError("X is empty. Pass at least one image.")
@@ -144,7 +144,7 @@ def _image_content(name: str, image: Any, channels: int) -> Content:
     if isinstance(image, np.ndarray):
         return _array_to_uint8(name, image)
     raise InputError(
-        f"{name} is a {type(image).__name__}, but must be the path of an image, a Pillow image or a NumPy array."
+        f"{name} has type {type(image).__name__}, but must be the path of an image, a Pillow image or a NumPy array."
     )
 
 

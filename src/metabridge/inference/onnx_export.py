@@ -150,10 +150,11 @@ def _difference_from_pytorch(onnx_model: bytes, backbone: nn.Module, images: Ten
     """Return the largest absolute difference between the features of ONNX and PyTorch, and the largest feature."""
     from onnxruntime import InferenceSession
 
-    (exported,) = InferenceSession(onnx_model, providers=["CPUExecutionProvider"]).run(None, {"images": images.numpy()})
+    session = InferenceSession(onnx_model, providers=["CPUExecutionProvider"])
+    (onnx_features,) = session.run(None, {"images": images.numpy()})
     with torch.no_grad():
         expected = backbone(images)
-    return float((torch.from_numpy(exported) - expected).abs().max()), float(expected.abs().max())
+    return float((torch.from_numpy(onnx_features) - expected).abs().max()), float(expected.abs().max())
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""NTK and NNGP kernels of infinitely wide and finite networks, the kernels of MTL, ANIL and MAML, and predictions."""
+"""NTK and NNGP kernels of finite and infinitely wide networks, and the predictions of MTL, ANIL and MAML from them."""
 
 from metabridge.kernels.activations import GELU, Cos, Erf, ReLU, Sin
 from metabridge.kernels.analytic_kernel import AnalyticKernel

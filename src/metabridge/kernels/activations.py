@@ -13,13 +13,13 @@ from torch.nn import functional as F
 from metabridge.errors import InputError
 from metabridge.kernels.layers import KernelState
 
-# Squared sines up to this value can be rounding errors of float64 covariances, and count as zero. They belong to angles
-# within √(32ε) ≈ 8e-8 of 0 or π.
+# Squared sines up to this value count as zero, since rounding errors of float64 covariances can be as large. The angles
+# with such sines are within √(32ε) ≈ 8e-8 of 0 or π, where ε is the machine epsilon.
 _MIN_SQUARED_SINE = 2**5 * torch.finfo(torch.float64).eps
 
 
 class Activation(ABC):
-    """An activation φ between layers: Σ ← E[φ(u)φ(v)] and Θ ← Θ·E[φ'(u)φ'(v)] for (u, v) ~ N(0, Σ)."""
+    """An activation φ. It maps Σ to E[φ(u)φ(v)] and Θ to Θ·E[φ'(u)φ'(v)], where (u, v) ~ N(0, Σ)."""
 
     def propagate(self, state: KernelState) -> None:
         """Replace the kernels of the pre-activations with the kernels of the activations.
@@ -49,11 +49,11 @@ class Activation(ABC):
 class ReLU(Activation):
     """The ReLU, or the leaky ReLU if `negative_slope` is not 0: max(x, 0) + negative_slope · min(x, 0).
 
-    The expectations are those of the arc-cosine kernels. With c = negative_slope, the correlation ρ = cos θ,
+    The expectations are those of the arc-cosine kernels. With c = negative_slope, the correlation ρ = cos θ of u and v,
     a = (1 + c²)/2 and b = (1 − c)²/(2π):
 
-    - E[φ'φ'] = a − bθ
-    - E[φφ] = √(E[u²]E[v²]) · (ρ(a − bθ) + b sin θ)
+    - E[φ'(u)φ'(v)] = a − bθ
+    - E[φ(u)φ(v)] = √(E[u²]E[v²]) · (ρ(a − bθ) + b sin θ)
 
     The angle θ is computed from its sine and cosine, which is exact at ρ = ±1. Angles within about 8e-8 of 0 or π are
     rounded to 0 or π.
@@ -75,7 +75,7 @@ class ReLU(Activation):
         # Operations are in-place where possible, since the computation is memory-bound.
         a, b = (1 + self.negative_slope**2) / 2, (1 - self.negative_slope) ** 2 / (2 * math.pi)
         stds = (row_variance.sqrt(), column_variance.sqrt())
-        for std in stds:  # a pixel of variance 0 has correlation 0 with every pixel
+        for std in stds:  # a pixel of variance 0 is uncorrelated with every pixel
             cov.mul_(torch.where(std > 0, std.reciprocal(), 0))
         sine = torch.addcmul(cov.new_ones(()), cov, cov, value=-1)
         F.threshold(sine, _MIN_SQUARED_SINE, 0.0, inplace=True).sqrt_()
@@ -92,8 +92,8 @@ class Erf(Activation):
 
     With s² = (1 + 2E[u²])(1 + 2E[v²]):
 
-    - E[φφ] = (2/π) arcsin(2E[uv]/s)
-    - E[φ'φ'] = (4/π)/√(s² − 4E[uv]²)
+    - E[φ(u)φ(v)] = (2/π) arcsin(2E[uv]/s)
+    - E[φ'(u)φ'(v)] = (4/π)/√(s² − 4E[uv]²)
 
     Example:
         >>> import torch
@@ -117,8 +117,8 @@ class GELU(Activation):
 
     With p = E[u²]E[v²], s² = (1 + E[u²])(1 + E[v²]), r² = s² − E[uv]² and α = arctan(E[uv]/r):
 
-    - E[φ'φ'] = 1/4 + (α + (E[uv]/r) · (1/r² + (1 − p)/s² + 1))/(2π)
-    - E[φφ] = E[uv]/4 + ((E[uv]² + p·r²)/(s²·r) + α·E[uv])/(2π)
+    - E[φ'(u)φ'(v)] = 1/4 + (α + (E[uv]/r) · (1/r² + (1 − p)/s² + 1))/(2π)
+    - E[φ(u)φ(v)] = E[uv]/4 + ((E[uv]² + p·r²)/(s²·r) + α·E[uv])/(2π)
 
     Example:
         >>> import torch
@@ -140,7 +140,12 @@ class GELU(Activation):
 
 @dataclass(frozen=True)
 class Sin(Activation):
-    """sin x: E[φφ] = (e⁺ − e⁻)/2 and E[φ'φ'] = (e⁺ + e⁻)/2, where e^± is exp(±E[uv] − (E[u²] + E[v²])/2).
+    """The sine.
+
+    With e⁺ = exp(E[uv] − (E[u²] + E[v²])/2) and e⁻ = exp(−E[uv] − (E[u²] + E[v²])/2):
+
+    - E[φ(u)φ(v)] = (e⁺ − e⁻)/2
+    - E[φ'(u)φ'(v)] = (e⁺ + e⁻)/2
 
     Example:
         >>> import torch
@@ -157,7 +162,9 @@ class Sin(Activation):
 
 @dataclass(frozen=True)
 class Cos(Activation):
-    """cos x: E[φφ] and E[φ'φ'] are those of `Sin`, swapped.
+    """The cosine.
+
+    E[φ(u)φ(v)] and E[φ'(u)φ'(v)] are those of `Sin`, swapped.
 
     Example:
         >>> import torch
@@ -190,13 +197,13 @@ ACTIVATIONS: dict[str, tuple[Activation, ...]] = {
 
 
 def activation_layers(activation: str | Activation) -> tuple[Activation, ...]:
-    """Return the layers of an activation.
+    """Return an activation as a tuple of layers.
 
     Args:
         activation: Name in `ACTIVATIONS`, or an instance.
 
     Returns:
-        The activation as a tuple, which is empty for the identity.
+        A tuple of one activation, or of none for the identity.
 
     Raises:
         InputError: If there is no activation of this name.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from metabridge.errors import InputError, describe
-from metabridge.kernels.conv_layers import AveragePool, Flatten, GlobalAveragePool, Spatial, same_pixels
+from metabridge.kernels.conv_layers import AveragePool, Flatten, GlobalAveragePool, SpatialLayer, same_pixel_covariances
 from metabridge.kernels.layers import Dense, KernelState, Layer, Residual
 
 DEFAULT_MEMORY = 2**30  # bytes
@@ -56,12 +56,15 @@ class AnalyticKernel:
 
     def __post_init__(self) -> None:
         if not self.layers or not isinstance(self.layers[-1], Dense):
-            raise InputError("the last layer must be Dense, since the NNGP kernel is the kernel of the readout layer.")
+            raise InputError(
+                "layers does not end with Dense, but the last layer must be Dense, the linear readout of the network. "
+                "Add a Dense layer at the end."
+            )
         flatten_indices = [i for i, layer in enumerate(self.layers) if isinstance(layer, Flatten | GlobalAveragePool)]
         spatial_indices = [
             i
             for i, layer in enumerate(self.layers)
-            if any(isinstance(nested, Spatial) for nested in _all_layers([layer]))
+            if any(isinstance(nested, SpatialLayer) for nested in _all_layers([layer]))
         ]
         if len(flatten_indices) > 1 or (
             spatial_indices and (not flatten_indices or spatial_indices[-1] > flatten_indices[0])
@@ -82,7 +85,7 @@ class AnalyticKernel:
 
         Raises:
             InputError: If points have the wrong shape or dtype or are not finite, if `x` and `z` do not match, if the
-                kernel is zero or overflows, or if the memory is too small for one pair.
+                kernel is zero or overflows, or if `memory` is too small for one pair of points.
         """
         return self.both(x, z)[0]
 
@@ -98,9 +101,9 @@ class AnalyticKernel:
 
         Raises:
             InputError: If points have the wrong shape or dtype or are not finite, if `x` and `z` do not match, if the
-                kernel is zero or overflows, or if the memory is too small for one pair.
+                kernel is zero or overflows, or if `memory` is too small for one pair of points.
         """
-        (cov,) = self._compute(x, z, results=1)
+        (cov,) = self._compute(x, z, num_matrices=1)
         return cov
 
     def both(self, x: Tensor, z: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -115,27 +118,27 @@ class AnalyticKernel:
 
         Raises:
             InputError: If points have the wrong shape or dtype or are not finite, if `x` and `z` do not match, if the
-                kernel is zero or overflows, or if the memory is too small for one pair.
+                kernel is zero or overflows, or if `memory` is too small for one pair of points.
         """
-        cov, ntk = self._compute(x, z, results=2)
+        cov, ntk = self._compute(x, z, num_matrices=2)
         return ntk, cov
 
     @torch.no_grad()
-    def _compute(self, x: Tensor, z: Tensor | None, results: int) -> list[Tensor]:
-        """Return [K] if `results` is 1, and [K, Θ] if it is 2."""
+    def _compute(self, x: Tensor, z: Tensor | None, num_matrices: Literal[1, 2]) -> list[Tensor]:
+        """Return [K] if `num_matrices` is 1, and [K, Θ] if it is 2."""
         if z is not None:
             _check_match(x, z)
-            self._check(z, "z")
-        self._check(x, "x")
-        pairs = self._pairs_per_tile(x)
-        row_variances = self._variances(x, pairs, "x")
-        column_variances = row_variances if z is None else self._variances(z, pairs, "z")
+            self._check_points(z, "z")
+        self._check_points(x, "x")
+        max_pairs = self._max_pairs_per_tile(x)
+        row_variances = self._record_variances(x, max_pairs, "x")
+        column_variances = row_variances if z is None else self._record_variances(z, max_pairs, "z")
         columns = x if z is None else z
-        matrices = [x.new_empty(len(x), len(columns)) for _ in range(results)]
-        for i, j in _tiles(len(x), None if z is None else len(z), pairs):
+        matrices = [x.new_empty(len(x), len(columns)) for _ in range(num_matrices)]
+        for i, j in _tiles(len(x), None if z is None else len(z), max_pairs):
             variances = iter([(row[i], column[j]) for row, column in zip(row_variances, column_variances)])
             cov = _inner_products(x[i].double(), columns[j].double(), self.pixel_dims)
-            ntk = torch.zeros_like(cov) if results == 2 else None
+            ntk = torch.zeros_like(cov) if num_matrices == 2 else None
             state = KernelState(cov, ntk, self.pixel_dims, _RecordedVariances(variances))
             self._propagate(state)
             for matrix, tile in zip(matrices, (state.cov, state.ntk)):
@@ -147,16 +150,18 @@ class AnalyticKernel:
                 matrix[i, j] = tile
         return matrices
 
-    def _variances(self, x: Tensor, pairs: int, name: str) -> list[Tensor]:
-        """Return the variances of all points, one tensor for each call of `KernelState.get_variances` in a pass.
+    def _record_variances(self, x: Tensor, max_pairs: int, name: str) -> list[Tensor]:
+        """Return the variances of all points at every layer that calls `KernelState.get_variances`.
+
+        They are computed from the kernels of each point with itself, which are also checked.
 
         Args:
             x: The points.
-            pairs: Maximum number of pairs of points in a tile.
+            max_pairs: Maximum number of pairs of points in a tile.
             name: Name of the points in error messages.
         """
         blocks, diagonals = [], []
-        for i in _spans(len(x), pairs):
+        for i in _spans(len(x), max_pairs):
             recorder = _VarianceRecorder([])
             cov = _squared_norms(x[i].double(), self.pixel_dims)
             state = KernelState(cov, torch.zeros_like(cov), self.pixel_dims, recorder)
@@ -169,27 +174,28 @@ class AnalyticKernel:
         return [torch.cat(block) for block in zip(*blocks)]
 
     def _propagate(self, state: KernelState) -> None:
+        """Apply all layers. After the last pooling layer, keep only the covariances of pixels at the same position."""
         for index, layer in enumerate(self.layers):
-            if state.pixel_dims == 4 and not _pools(self.layers[index:]):
-                state.map(same_pixels)
+            if state.pixel_dims == 4 and not _has_pooling(self.layers[index:]):
+                state.map(same_pixel_covariances)
                 state.pixel_dims = 2
             layer.propagate(state)
 
     @property
     def pixel_dims(self) -> Literal[0, 2, 4]:
         """Number of pixel dimensions of the covariances: 0 for vectors, 2 for images, 4 for images with pooling."""
-        if _pools(self.layers):
+        if _has_pooling(self.layers):
             return 4
         return 2 if any(isinstance(layer, Flatten) for layer in self.layers) else 0
 
-    def _pairs_per_tile(self, x: Tensor) -> int:
+    def _max_pairs_per_tile(self, x: Tensor) -> int:
         """Return the maximum number of pairs of points in a tile."""
         elements_per_pair = 1
         if self.pixel_dims:
             height, width = x.shape[2:]
             areas = [height * width]
             for layer in _all_layers(self.layers):
-                if isinstance(layer, Spatial):
+                if isinstance(layer, SpatialLayer):
                     areas.append(layer.padded_length(height) * layer.padded_length(width))
                     height, width = layer.output_length(height), layer.output_length(width)
                     if height < 1 or width < 1:
@@ -207,7 +213,7 @@ class AnalyticKernel:
             )
         return pairs if x.is_cuda else min(pairs, max(1, _CPU_CACHE_ELEMENTS // elements_per_pair))
 
-    def _check(self, x: Tensor, name: str) -> None:
+    def _check_points(self, x: Tensor, name: str) -> None:
         if x.dtype not in (torch.float32, torch.float64):
             raise InputError(f"{name} is {describe(x)}, but must be float32 or float64. Use {name}.double().")
         if self.pixel_dims and (x.ndim != 4 or 0 in x.shape[1:]):
@@ -243,13 +249,13 @@ class AnalyticKernel:
 
 @dataclass
 class _VarianceRecorder:
-    """Returns and records the variances of points, in a pass over the covariances of each point with itself."""
+    """Records and returns the variances of points, from the covariances of each point with itself."""
 
     variances: list[Tensor]
 
     def __call__(self, state: KernelState) -> tuple[Tensor, Tensor]:
         if state.pixel_dims == 4:
-            variance = same_pixels(state.cov).clone()
+            variance = same_pixel_covariances(state.cov).clone()
             self.variances.append(variance)
             return variance[:, :, :, None, None], variance[:, None, None]
         self.variances.append(state.cov.clone())
@@ -258,7 +264,7 @@ class _VarianceRecorder:
 
 @dataclass
 class _RecordedVariances:
-    """Returns the recorded variances of a tile's rows and columns, in the order of the recording."""
+    """Returns the recorded variances of the points of a tile, in the order in which they were recorded."""
 
     variances: Iterator[tuple[Tensor, Tensor]]
 
@@ -290,7 +296,7 @@ def _squared_norms(x: Tensor, pixel_dims: int) -> Tensor:
     return x.square().mean(1)
 
 
-def _pools(layers: Sequence[Layer]) -> bool:
+def _has_pooling(layers: Sequence[Layer]) -> bool:
     return any(isinstance(layer, AveragePool | GlobalAveragePool) for layer in _all_layers(layers))
 
 
@@ -302,19 +308,19 @@ def _all_layers(layers: Sequence[Layer]) -> Iterator[Layer]:
             yield from _all_layers(layer.layers)
 
 
-def _tiles(rows: int, columns: int | None, pairs: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the row and column slices of tiles with at most `pairs` entries.
+def _tiles(rows: int, columns: int | None, max_pairs: int) -> Iterator[tuple[slice, slice]]:
+    """Yield the row and column slices of tiles with at most `max_pairs` entries.
 
     If `columns` is None, the matrix is symmetric, and only the tiles of the upper triangle are yielded.
     """
-    square_size = math.isqrt(pairs)
+    square_size = math.isqrt(max_pairs)
     if columns is None:
         spans = list(_spans(rows, square_size))
         yield from ((i, j) for index, i in enumerate(spans) for j in spans[index:])
     else:
         height = max(min(rows, square_size), 1)
-        width = max(min(columns, pairs // height), 1)
-        height = max(min(rows, pairs // width), 1)
+        width = max(min(columns, max_pairs // height), 1)
+        height = max(min(rows, max_pairs // width), 1)
         yield from ((i, j) for i in _spans(rows, height) for j in _spans(columns, width))
 
 

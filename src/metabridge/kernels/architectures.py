@@ -61,10 +61,10 @@ def residual_kernel(
     """Return the kernels of an infinitely wide residual network (Wang et al. 2021, cor. 1.1).
 
     The network is h¹ = W¹x, hˡ = hˡ⁻¹ + Wˡφ(hˡ⁻¹) for 1 < l < L, f = W^L φ(h^{L−1}), in NTK parameterization, with
-    biases if `bias_variance` is positive. Hence Σˡ = Σˡ⁻¹ + σ_w² E[φφ] + σ_b² and
-    Θˡ = Θˡ⁻¹ + σ_w² E[φ'φ']Θˡ⁻¹ + σ_w² E[φφ] + σ_b². With ReLU, σ_w² = 2 and σ_b² = 0, the diagonal of Σˡ doubles in
-    every residual layer, and the diagonal of Θˡ more than doubles (Wang et al. 2021, app. B.6, give this growth as
-    e^L).
+    biases if `bias_variance` is positive. Hence Σˡ = Σˡ⁻¹ + σ_w² E[φ(u)φ(v)] + σ_b² and
+    Θˡ = Θˡ⁻¹ + σ_w² E[φ'(u)φ'(v)]Θˡ⁻¹ + σ_w² E[φ(u)φ(v)] + σ_b², where (u, v) ~ N(0, Σˡ⁻¹). With ReLU, σ_w² = 2 and
+    σ_b² = 0, the diagonal of Σˡ doubles in every residual layer, and the diagonal of Θˡ more than doubles (Wang et al.
+    2021, app. B.6, give this growth as e^L).
 
     Args:
         depth: Number of layers with weights, L.

@@ -1,4 +1,4 @@
-"""Convolution and pooling layers of infinite width, as linear maps of the covariances between pixels."""
+"""Infinitely wide convolution and pooling layers, which average covariances over pairs of pixels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _AXES = {2: ((-2,), (-1,)), 4: ((-4, -2), (-3, -1))}
 
 
 @runtime_checkable
-class Spatial(Protocol):
+class SpatialLayer(Protocol):
     """A layer that can change the size of images."""
 
     def padded_length(self, length: int) -> int:
@@ -45,14 +45,17 @@ class Spatial(Protocol):
 
 @dataclass(frozen=True)
 class Conv:
-    """A size×size convolution: Σ'(a, b) = σ_w² mean_δ Σ(a+δ, b+δ) + σ_b², with the mean over the offsets δ of a window.
+    """A size×size convolution.
+
+    For the windows at pixels a and b, Σ'(a, b) = σ_w² mean_δ Σ(a+δ, b+δ) + σ_b², with the mean over the offsets δ
+    within a window.
 
     Args:
         size: Height and width of the convolution window, in pixels.
         stride: Distance between windows, in pixels.
         padding: Number of zero pixels added on each side; "valid" for none; "same" for an output height and width of
             input/stride pixels, rounded up. If "same" needs an odd number of pixels, the extra one is added at the
-            end.
+            right or at the bottom.
         weight_variance: σ_w², must be positive.
         bias_variance: σ_b²; 0 for a layer without bias.
 
@@ -89,7 +92,7 @@ class Conv:
         """
         axis_groups = _AXES[state.pixel_dims]
         state.map(lambda values: self._pad_and_sum_windows(values, axis_groups))
-        state.add_parameters(self.weight_variance / self.size**2, self.bias_variance)
+        state.apply_weights_and_biases(self.weight_variance / self.size**2, self.bias_variance)
 
     def padded_length(self, length: int) -> int:
         """Return the height or width of the padded images.
@@ -100,7 +103,7 @@ class Conv:
         Returns:
             The length in pixels.
         """
-        return length + sum(self._padding_of(length))
+        return length + sum(self._pad_sizes(length))
 
     def output_length(self, length: int) -> int:
         """Return the height or width of the output images.
@@ -113,7 +116,8 @@ class Conv:
         """
         return (self.padded_length(length) - self.size) // self.stride + 1
 
-    def _padding_of(self, length: int) -> tuple[int, int]:
+    def _pad_sizes(self, length: int) -> tuple[int, int]:
+        """Return the number of zero pixels before and after an axis of this length."""
         if self.padding == "same":
             total = max((-(-length // self.stride) - 1) * self.stride + self.size - length, 0)
             return total // 2, total - total // 2
@@ -124,17 +128,18 @@ class Conv:
         for axes in axis_groups:
             pads = [0] * (-2 * min(axes))  # F.pad counts dimensions from the last one
             for axis in axes:
-                pads[-2 * axis - 2 : -2 * axis] = self._padding_of(values.shape[axis])
+                pads[-2 * axis - 2 : -2 * axis] = self._pad_sizes(values.shape[axis])
             values = _sum_windows(F.pad(values, pads) if any(pads) else values, axes, self.size, self.stride)
         return values
 
 
 @dataclass(frozen=True)
 class AveragePool:
-    """Average pooling over size×size windows: Σ'(a, b) = mean_δδ' Σ(a+δ, b+δ').
+    """Average pooling over size×size windows.
 
-    Pixels at the end that do not fill a window are ignored. Pooling needs the covariances of all pairs of pixels and is
-    therefore much more expensive than convolution alone.
+    For the windows at pixels a and b, Σ'(a, b) = mean_δδ' Σ(a+δ, b+δ'), with the mean over all pairs of offsets δ, δ'
+    within a window. Pixels at the right and bottom edges that do not fill a window are ignored. Pooling needs the
+    covariances of all pairs of pixels and is therefore much more expensive than convolution alone.
 
     Args:
         size: Height and width of a window, in pixels.
@@ -200,7 +205,7 @@ class AveragePool:
 
 @dataclass(frozen=True)
 class GlobalAveragePool:
-    """Global average pooling: Σ' = mean_ab Σ(a, b), which needs the covariances of all pairs of pixels.
+    """Global average pooling: Σ' is the mean of Σ(a, b) over all pairs of pixels a and b.
 
     Example:
         >>> import torch
@@ -222,7 +227,7 @@ class GlobalAveragePool:
 
 @dataclass(frozen=True)
 class Flatten:
-    """Flatten all pixels to the input features of a dense layer: Σ' = mean_a Σ(a, a).
+    """Flatten images to the input features of a dense layer: Σ' is the mean of Σ(a, a) over all pixels a.
 
     Example:
         >>> import torch
@@ -241,7 +246,7 @@ class Flatten:
         state.pixel_dims = 0
 
 
-def same_pixels(values: Tensor) -> Tensor:
+def same_pixel_covariances(values: Tensor) -> Tensor:
     """Return the covariances of pixels at the same position, (..., h, w), from all covariances (..., h, w, h, w)."""
     *leading, height, width = values.shape[:-2]
     return (
@@ -250,18 +255,18 @@ def same_pixels(values: Tensor) -> Tensor:
 
 
 def _sum_windows(values: Tensor, axes: Sequence[int], size: int, stride: int) -> Tensor:
-    """Sum over the offsets of a window that is shifted along all axes simultaneously."""
+    """Sum the elements in each window. The offset within the window is the same along all axes."""
 
-    def shifted(offset: int) -> Tensor:
+    def elements_at(offset: int) -> Tensor:
         index = [slice(None)] * values.ndim
         for axis in axes:
-            windows = (values.shape[axis] - size) // stride + 1
-            index[axis] = slice(offset, offset + (windows - 1) * stride + 1, stride)
+            window_count = (values.shape[axis] - size) // stride + 1
+            index[axis] = slice(offset, offset + (window_count - 1) * stride + 1, stride)
         return values[tuple(index)]
 
-    total = shifted(0).clone()
+    total = elements_at(0).clone()
     for offset in range(1, size):
-        total += shifted(offset)
+        total += elements_at(offset)
     return total
 
 

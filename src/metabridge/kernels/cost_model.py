@@ -23,14 +23,15 @@ class NetworkProfile(NamedTuple):
 
     Args:
         parameters: Sizes and costs of the parameters whose gradients are computed.
-        generic_names: Names of the parameters that need `vmap` of `jacrev`.
+        generic_names: Names of the parameters whose gradients cannot be computed layer by layer, but need `vmap` of
+            `jacrev`.
         batched_backward: Whether one backward pass can compute the gradients of several outputs.
         gradients_per_sample: Number of gradients per sample: the number of outputs, or 1 if the outputs are summed.
         multiplications: Number of multiplications in a forward pass of one sample.
         graph_bytes: Bytes per sample that a forward pass saves for the backward pass.
         transient_bytes: Peak memory per sample of the forward and backward pass beyond `graph_bytes`, in bytes. It
             includes the gradients at all layers.
-        workspace_bytes: Bytes per sample for computing the gradients of the layer with the largest workspace.
+        workspace_bytes: Bytes per sample for computing the gradients of a layer, for the layer that needs the most.
         itemsize: Bytes per element.
     """
 
@@ -78,10 +79,10 @@ def profile_network(
 ) -> NetworkProfile:
     """Estimate the costs of a network for one sample, and find the parameters that need `vmap` of `jacrev`.
 
-    These are, first, the parameters whose layer-by-layer gradients differ from the exact ones, because a parameter is
-    also used outside its layer, or because its layer changes the batch size or the order of the samples. Second, they
-    are all parameters of unsupported layers on which the outputs depend (whose exact gradient is not None, but may be
-    zero for this sample).
+    A parameter needs `vmap` of `jacrev` in two cases. First, if its layer-by-layer gradient differs from the exact one,
+    because it is also used outside its layer, or because its layer changes the batch size or the order of the samples.
+    Second, if it belongs to an unsupported layer and the outputs depend on it: its exact gradient is not None, although
+    it may be zero for this sample.
 
     Args:
         gradients: The gradients to be computed.
@@ -107,9 +108,11 @@ def profile_network(
         for name in call.roles:
             calls_by_name[name].append(call)
     layer_gradients = _gradients_by_layer(gradients, two_samples, cotangent)
-    exact = {name: value for name in names if (value := exact_gradients[name]) is not None}
-    comparisons = {name: (value, exact.get(name, torch.zeros_like(value))) for name, value in layer_gradients.items()}
-    generic_names = frozenset([*_mismatched(comparisons), *(exact.keys() - layer_gradients.keys())])
+    used_gradients = {name: value for name in names if (value := exact_gradients[name]) is not None}
+    comparisons = {
+        name: (value, used_gradients.get(name, torch.zeros_like(value))) for name, value in layer_gradients.items()
+    }
+    generic_names = frozenset([*_find_mismatches(comparisons), *(used_gradients.keys() - layer_gradients.keys())])
     parameters = tuple(
         _parameter_info(name, gradients.params[name], calls_by_name[name], name in generic_names) for name in names
     )
@@ -130,7 +133,7 @@ def profile_network(
 
 
 def _select_parameters(calls: list[LayerCall], names: frozenset[str]) -> list[LayerCall]:
-    """Return the calls whose layer has a named parameter, with the roles of the named parameters only."""
+    """Return the calls that use at least one of the named parameters, without the roles of other parameters."""
     call_roles = [{name: role for name, role in call.roles.items() if name in names} for call in calls]
     return [call._replace(roles=roles) for call, roles in zip(calls, call_roles) if roles]
 
@@ -150,8 +153,8 @@ def _gradients_by_layer(gradients: PerSampleGradients, two_samples: Tensor, cota
             for name, gradient in next(per_sample_gradients(call, grads, step=len(two_samples)))[1].items():
                 first_gradient = gradient[0].reshape_as(gradients.params[name])
                 result[name] = result[name] + first_gradient if name in result else first_gradient
-    incomplete = {name for call in calls if len(call.input) != len(two_samples) for name in call.roles}
-    return {name: value for name, value in result.items() if name not in incomplete}
+    incomplete_names = {name for call in calls if len(call.input) != len(two_samples) for name in call.roles}
+    return {name: value for name, value in result.items() if name not in incomplete_names}
 
 
 def _supports_batched_backward(edges: list[GradientEdge], y: Tensor) -> bool:
@@ -166,8 +169,8 @@ def _supports_batched_backward(edges: list[GradientEdge], y: Tensor) -> bool:
     return True
 
 
-def _mismatched(comparisons: dict[str, tuple[Tensor, Tensor]]) -> list[str]:
-    """Return the names of the pairs of tensors that differ, with a single device-to-host transfer."""
+def _find_mismatches(comparisons: dict[str, tuple[Tensor, Tensor]]) -> list[str]:
+    """Return the names of the pairs of tensors that differ. All comparisons need only one device-to-host transfer."""
     if not comparisons:
         return []
     differences = torch.stack([(value - exact).abs().max() for value, exact in comparisons.values()])
@@ -176,7 +179,7 @@ def _mismatched(comparisons: dict[str, tuple[Tensor, Tensor]]) -> list[str]:
 
 
 def _forward_elements(call: LayerCall) -> int:
-    """Return the number of elements that the forward pass of a call holds beyond what the graph saves.
+    """Return the number of elements that a call's forward pass needs in addition to what the graph saves.
 
     For a `PooledConv`, these are the elements of the feature maps, patches and centered patches; otherwise none.
     """
@@ -188,9 +191,9 @@ def _forward_elements(call: LayerCall) -> int:
 
 
 def _backward_elements(calls: list[LayerCall], gradients_per_sample: int, batched: bool) -> int:
-    """Return the number of elements that the backward pass holds.
+    """Return the number of elements that the backward pass needs.
 
-    These are the gradients at all calls, and feature maps at the largest call.
+    These are the gradients at all calls, and the feature maps of the largest call.
     """
     gradient_elements = gradients_per_sample * sum(call.output.numel() for call in calls)
     copies = 2 * math.ceil(gradients_per_sample / BATCHED_BACKWARD_PASSES) if batched else 4

@@ -40,7 +40,7 @@ SETTING_TYPES = (bool, int, float, str)
 
 @dataclass
 class _PreparedNetwork:
-    """The profile of a network in some state, and the CUDA graph of the last computation.
+    """The profile of a network with its current parameters and layers, and the CUDA graph of the last computation.
 
     Args:
         fingerprint: State of the network when it was profiled.
@@ -48,10 +48,10 @@ class _PreparedNetwork:
         names: Names of the parameters whose gradients are computed.
         profile: Sizes and costs of the network.
         capturable: Whether computations may be captured as CUDA graphs; false on a CPU and after a failure.
-        supports_products: Whether NTK-vector products may work; false after they have failed.
-        last_sizes: Numbers of rows and columns of the last computation with strategy "gradients"; the second is None
-            if the columns are the rows.
-        captured: The captured computation.
+        supports_products: Whether to try NTK-vector products; false after they have failed.
+        last_sizes: Numbers of row and column samples of the last computation with strategy "gradients"; the second is
+            None if `z` was None.
+        captured: The captured computation; None if there is none.
     """
 
     fingerprint: tuple[object, ...]
@@ -86,12 +86,13 @@ class EmpiricalKernel:
     after its parameters or layers have changed.
 
     On a GPU, the second consecutive call with the same numbers of samples captures the computation as a CUDA graph, and
-    later calls replay the graph. This requires that the gradients are computed layer by layer in one pass, and that all
-    layers are layers of PyTorch or metabridge without hooks. The graph keeps its memory, and the precision (TF32 or
-    not) that was set when it was captured.
+    later calls replay the graph. This requires that the gradients of all samples are computed layer by layer in one
+    forward and backward pass, and that all layers are layers of PyTorch or metabridge without hooks. The graph keeps
+    its memory, and the precision (TF32 or not) that was set when it was captured.
 
-    NTK-vector products J(x)(J(z)ᵀe) keep few gradients in memory, but need forward-mode derivatives under `vmap`, which
-    some operations lack (recurrent layers, fused attention, weight norm). `strategy="auto"` then uses gradients.
+    NTK-vector products J(x)(J(z)ᵀe), with unit vectors e, keep few gradients in memory, but need forward-mode
+    derivatives under `vmap`, which some operations lack (recurrent layers, fused attention, weight norm). For networks
+    with such operations, `strategy="auto"` uses per-sample gradients.
 
     Args:
         net: The network. Parameters with `requires_grad=False` are excluded from the kernel.
@@ -179,7 +180,7 @@ class EmpiricalKernel:
             try:
                 return self._compute(gradients, profile.gradients_per_sample, strategy, x, z)
             except RuntimeError as error:
-                self._raise_unless_optional(error)
+                self._raise_if_products_are_required(error)
                 prepared.supports_products = False
                 strategy = self._choose_strategy(problem, "gradients")
         compute = partial(self._compute, gradients, profile.gradients_per_sample, strategy)
@@ -189,13 +190,13 @@ class EmpiricalKernel:
             try:
                 prepared.captured = _CapturedKernel(compute, x, z)
             except RuntimeError as error:
-                log.warning("this kernel cannot be captured as a CUDA graph, so every call computes it: %s", error)
+                log.warning("this kernel cannot be captured as a CUDA graph, so every call recomputes it: %s", error)
                 prepared.capturable = False
             else:
                 return prepared.captured(x, z)
         return compute(x, z)
 
-    def _raise_unless_optional(self, error: RuntimeError) -> None:
+    def _raise_if_products_are_required(self, error: RuntimeError) -> None:
         """Raise the error of failed NTK-vector products, unless per-sample gradients may be used instead."""
         if isinstance(error, torch.OutOfMemoryError):
             raise error
@@ -355,7 +356,7 @@ class EmpiricalKernel:
                         y, leaves, calls = gradients.trace(sample)
                     if y.isfinite().all():
                         break
-                except (RuntimeError, ValueError, IndexError):  # for example, a noisy token is no valid index
+                except (RuntimeError, ValueError, IndexError):  # for example, a token with noise is not a valid index
                     if sample is without_noise:
                         raise
             two_samples = torch.cat([sample, x[:1]])
@@ -363,13 +364,13 @@ class EmpiricalKernel:
                 two_sample_outputs = call_with_params(self.net, leaves, two_samples.clone())
         except (RuntimeError, ValueError, IndexError) as error:
             raise InputError(f"x is {describe(x)}, which the network does not accept ({error}).") from error
-        changed = [name for name, value, version, _ in buffers if value._version != version]
-        if changed:
+        changed_names = [name for name, value, version, _ in buffers if value._version != version]
+        if changed_names:
             for _, value, _, original in buffers:
                 value.copy_(original)
             raise InputError(
-                f"the network changes its buffer {changed[0]!r} in a forward pass, so its kernel depends on the number "
-                "of previous calls. Use net.eval()."
+                f"the network changes its buffer {changed_names[0]!r} in a forward pass, so its kernel depends on the "
+                "number of previous calls. Use net.eval()."
             )
         if y.ndim != 2 or len(y) != 1 or len(two_sample_outputs) != 2:
             raise InputError(
@@ -387,7 +388,7 @@ class EmpiricalKernel:
         head = next((call for call in calls if call.output is y and isinstance(call.layer, nn.Linear)), None)
         if head is None and part != "all":
             raise InputError(
-                "the network has no head: its last layer is not a nn.Linear. Use part='all', or a Network."
+                "the network has no head: its last layer is not an nn.Linear. Use part='all', or a metabridge Network."
             )
         head_names = frozenset(head.roles) if head else frozenset()
         names_of_part = {"all": gradients.names, "head": head_names, "body": gradients.names - head_names}
@@ -476,7 +477,7 @@ def _is_setting(value: object) -> bool:
 
 
 def _is_capturable(net: nn.Module, profile: NetworkProfile, strategy: Strategy) -> bool:
-    """Return whether the computation can be captured as a CUDA graph and depends only on the fingerprint."""
+    """Return whether the computation can be captured as a CUDA graph, and the fingerprint detects all its changes."""
     return (
         strategy.name == "gradients"
         and not profile.generic_names

@@ -1,9 +1,10 @@
-"""The MetaNTK of a finite network by its definition, and full-batch gradient descent, to compare with infinite width.
+"""The MetaNTK of finite networks, computed from its definition, and full-batch gradient descent.
 
-The loss is ½‖F − Y‖² over the queries of all tasks (Wang et al. 2022, eq. 23). This module uses the NTK
-parameterization: at width l, the parameters of the paper are these parameters divided by √l, its learning rate is η₀/l
-for the learning rate η₀ here, and its Jacobian is √l·J for the Jacobian J here. So its kernel Φ̂, the product of its
-Jacobians divided by l, is JJᵀ here.
+The experiments compare both with networks of infinite width. The loss is ½‖F − Y‖², where F are the outputs for the
+queries of all tasks and Y their targets (Wang et al. 2022, eq. 23). This module uses the NTK parameterization: at width
+l, the parameters of the paper are the parameters here divided by √l, the learning rate of the paper is η₀/l for the
+learning rate η₀ here, and the Jacobian of the paper is √l·J for the Jacobian J here. The kernel Φ̂ of the paper,
+(√l·J)(√l·J)ᵀ/l, is therefore JJᵀ.
 """
 
 from __future__ import annotations
@@ -72,12 +73,12 @@ class ConvergenceRate:
 
     @property
     def bound_contraction(self) -> float:
-        """(1 − η₀σ_min/3)², by which a step multiplies the bound on the loss (Wang et al. 2022, eq. 32)."""
+        """(1 − η₀σ_min/3)², the factor by which a step reduces the bound on the loss (Wang et al. 2022, eq. 32)."""
         return (1 - self.lr * self.smallest_eigenvalue / 3) ** 2
 
     @property
     def loss_contraction(self) -> float:
-        """(1 − η₀σ_min)², by which a step multiplies the loss of an infinitely wide network in the slowest mode."""
+        """(1 − η₀σ_min)², the factor by which a step reduces the loss of an infinitely wide net in the slowest mode."""
         return (1 - self.lr * self.smallest_eigenvalue) ** 2
 
     def steps(self, remainder: float) -> int:
@@ -129,7 +130,7 @@ class CenteredTraining:
 
     Args:
         method: The method.
-        net: The network, with one output. It keeps its initial parameters.
+        net: The network, with one output. Its own parameters stay at their initial values.
         episodes: The training tasks.
 
     Example:
@@ -145,16 +146,16 @@ class CenteredTraining:
     """
 
     def __init__(self, method: Method, net: Network, episodes: Episodes) -> None:
-        tasks = torch.arange(len(episodes), device=episodes.device)
+        task_indices = torch.arange(len(episodes), device=episodes.device)
         self.net, self.engine = net, Engine(method, net)
-        self.episodes = replace(self._with_initial_outputs(episodes), classes=tasks[:, None])
-        self.params = parameters(method, net, classes=len(tasks))
+        self.episodes = replace(self._with_initial_outputs(episodes), classes=task_indices[:, None])
+        self.params = parameters(method, net, classes=len(task_indices))
         self.initial_head = (
             {} if method.split else {f"head.{name}": value for name, value in net.head.named_parameters()}
         )
         for name, value in net.head.named_parameters():
             if f"heads.{name}" in self.params:
-                self.params[f"heads.{name}"].data.copy_(value.expand(len(tasks), *value.shape[1:]))
+                self.params[f"heads.{name}"].data.copy_(value.expand(len(task_indices), *value.shape[1:]))
 
     def descend(self, lr: float, steps: int) -> list[DescentStep]:
         """Continue training.
@@ -218,13 +219,13 @@ def empirical_meta_ntk(method: Method, net: Network, params: Params, episodes: E
 def _adapted_outputs(method: Method, net: Network, params: Params, task: Episodes) -> Tensor:
     """Return the query outputs of one task as a function of the parameters before adaptation."""
     heads = initial_heads(method, params, task)
-    start = params | {name: value[0] for name, value in heads.items()}
+    initial_params = params | {name: value[0] for name, value in heads.items()}
 
     def apply(adapted: Params, x: Tensor) -> Tensor:
-        return apply_head(start | adapted, apply_features(net, start | adapted, x))
+        return apply_head(initial_params | adapted, apply_features(net, initial_params | adapted, x))
 
     adapted: Params = {}
     if method.inner is not None:
         problem = Problem(apply, method.loss, task.support_x[0], task.support_y[0])
-        adapted = method.inner.solve(problem, adapted_params(method, net, start), {}, exact=True)
+        adapted = method.inner.solve(problem, adapted_params(method, net, initial_params), {}, exact=True)
     return apply(adapted, task.query_x[0]).flatten()

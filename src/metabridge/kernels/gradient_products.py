@@ -28,19 +28,22 @@ def add_inner_products(
     Args:
         left: Gradients of the row samples.
         right: Gradients of the column samples.
-        outputs: How the outputs are reduced; see `EmpiricalKernel`. For "mean", the result is the sum over outputs,
-            which is not divided by their number: the inner product of the gradients concatenated over outputs.
+        outputs: How the outputs are reduced; see `EmpiricalKernel`. For "mean", the result is the sum over outputs;
+            the caller divides it by their number.
         max_elements: Maximum number of elements of intermediate tensors.
         result: The matrix, (samples of `left` · r, samples of `right` · r), where r is the number of outputs for "full"
             and 1 otherwise.
     """
-    leading = 2 if outputs == "full" else 1
-    a, b = (rows.materialized.reshape(math.prod(rows.materialized.shape[:leading]), -1) for rows in (left, right))
-    blocks = 1 if left is not right else 8 if on_cpu(a) else 2
-    step = -(-len(a) // blocks)
-    for start in range(0, len(a), max(1, step)):
+    leading_dims = 2 if outputs == "full" else 1
+    left_rows, right_rows = (
+        rows.materialized.reshape(math.prod(rows.materialized.shape[:leading_dims]), -1) for rows in (left, right)
+    )
+    block_count = 1 if left is not right else 8 if on_cpu(left_rows) else 2
+    step = -(-len(left_rows) // block_count)
+    for start in range(0, len(left_rows), max(1, step)):
         first_column = start if left is right else 0
-        result[start : start + step, first_column:].addmm_(a[start : start + step], b[first_column:].mT)
+        block = result[start : start + step, first_column:]
+        block.addmm_(left_rows[start : start + step], right_rows[first_column:].mT)
     r = result.shape[0] // len(left.materialized)
     grid = result.unflatten(0, (-1, r)).unflatten(2, (-1, r))
     for name in left.factors:

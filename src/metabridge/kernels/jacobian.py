@@ -39,7 +39,7 @@ from metabridge.kernels.layer_overrides import (
     max_pool,
     on_cpu,
     override_forward,
-    pool_window,
+    pool_settings,
     pooled_conv,
 )
 from metabridge.models.batch_norm import BatchNorm
@@ -48,9 +48,9 @@ from metabridge.models.network import Params, call_with_params
 from metabridge.threads import stream_over_threads
 
 MATMUL_LAYERS = (nn.Linear, nn.Conv2d)
-BATCHED_BACKWARD_PASSES = 2  # number of passes that compute the gradients of all outputs, if passes are batched (GPU)
+BATCHED_BACKWARD_PASSES = 2  # number of backward passes for all outputs, if a pass can compute several outputs (GPU)
 GATHER_COST = 3  # cost of a multiplication with a gathered patch, relative to one in a matrix product
-CPU_CACHE_BYTES = 2**21  # size of the gradients of a layer that are computed at a time, to stay in the cache of a CPU
+CPU_CACHE_BYTES = 2**21  # a layer's gradients are computed in blocks of this size, which stay in the cache of a CPU
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class _Tracer:
 
     def run_norm(self, layer: nn.Module, x: Tensor) -> Tensor:
         """Apply a normalization layer with one copy of its parameters per sample, and record the copies."""
-        copies = self._copies(layer, len(x))
+        copies = self._expand_params(layer, len(x))
         for role, name in self.names_by_role[layer].items():
             if name in self.names:
                 edge = get_gradient_edge(copies[role])
@@ -127,7 +127,7 @@ class _Tracer:
     def run_conv_norm_pool(self, layers: nn.Sequential, x: Tensor) -> Tensor:
         """Apply layers that begin with convolution, normalization and max pooling.
 
-        If `x` needs no gradient, the three are one operation.
+        If `x` needs no gradient, these three layers are computed as one operation.
         """
         all_layers: list[Any] = list(layers)
         convolution, norm, *rest = all_layers
@@ -135,7 +135,7 @@ class _Tracer:
             for layer in all_layers:
                 x = layer(x)
             return x
-        conv_copies, norm_copies = self._copies(convolution, len(x)), self._copies(norm, len(x))
+        conv_copies, norm_copies = self._expand_params(convolution, len(x)), self._expand_params(norm, len(x))
         pool = next(layer for layer in rest if isinstance(layer, nn.MaxPool2d))
         pooled = pooled_conv(pool, conv_windows(convolution, x), norm, conv_copies, norm_copies)
         copies = {self.names_by_role[convolution][role]: value for role, value in conv_copies.items()}
@@ -149,7 +149,8 @@ class _Tracer:
             y = layer(y)
         return y
 
-    def _copies(self, layer: nn.Module, samples: int) -> Params:
+    def _expand_params(self, layer: nn.Module, samples: int) -> Params:
+        """Return one copy of the layer's parameters per sample, by role."""
         values = {role: self.leaves[name] for role, name in self.names_by_role[layer].items()}
         return {role: value.expand(samples, *value.shape) for role, value in values.items()}
 
@@ -170,8 +171,8 @@ def _begins_with_conv_norm_pool(layers: nn.Sequential) -> bool:
     A ReLU may precede the pooling, since ReLU and max pooling commute.
     """
     padded: list[Any] = [*layers, None, None, None, None]
-    convolution, norm, third, fourth = padded[:4]
-    pool = fourth if type(third) is nn.ReLU else third
+    convolution, norm, after_norm, after_relu = padded[:4]
+    pool = after_relu if type(after_norm) is nn.ReLU else after_norm
     return bool(
         type(convolution) is nn.Conv2d
         and convolution.groups == 1
@@ -179,7 +180,7 @@ def _begins_with_conv_norm_pool(layers: nn.Sequential) -> bool:
         and type(pool) is nn.MaxPool2d
         and not pool.return_indices
         # With smaller strides, gathering the selected patches costs more than multiplying all patches.
-        and math.prod(pool_window(pool)[1]) >= GATHER_COST
+        and math.prod(pool_settings(pool)[1]) >= GATHER_COST
         and not any(layer._forward_hooks or layer._forward_pre_hooks for layer in layers)
     )
 
@@ -250,9 +251,9 @@ class PerSampleGradients:
             materialized: Parameters whose gradients are materialized.
             factored: Parameters whose gradients are kept as factors.
             gradients_per_sample: Number of outputs, or 1 if the outputs are summed.
-            chunk: Number of samples per pass through the network.
+            chunk: Number of samples per forward and backward pass.
             workspace_bytes: Memory for computing the gradients of a layer on a GPU, in bytes.
-            threads: Number of CPU threads that run the passes.
+            threads: Number of CPU threads that run forward and backward passes.
         """
         shape = len(x), gradients_per_sample
         result = JacobianRows(
@@ -293,7 +294,7 @@ class PerSampleGradients:
                 if len(call.input) != len(x):
                     raise InputError(
                         f"{call.layer} received {len(call.input)} rows for a batch of {len(x)} samples, but one row "
-                        "per sample in the first pass. The empirical kernel needs layers that process every sample."
+                        "per sample when the network was profiled. Use a network whose layers process every sample."
                     )
             grads_of_calls = gradients_at([call.edge for call in calls], y, cotangents, self.batched_backward)
             for call in reversed(calls):  # the last calls usually have the smallest gradients; free these first

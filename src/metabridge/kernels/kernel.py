@@ -1,4 +1,4 @@
-"""The interface of the kernels of a network, which are analytic (infinite width) or empirical (finite width)."""
+"""The interface of network kernels, which are analytic (infinite width) or empirical (finite width)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Predictions of infinitely wide networks that are trained by MTL, ANIL or MAML, computed without training.
+"""Predictions of infinitely wide networks trained by multi-task learning (MTL), ANIL or MAML, without training them.
 
 `KernelLearner.fit` takes training episodes. The fitted learner adapts to test episodes as a trained model does, so
 `evaluate` accepts both. Everything is computed in float64.
@@ -39,11 +39,11 @@ _CPU_CHUNK_BYTES = 2**26
 class KernelLearner:
     """A learner that makes the predictions of an infinitely wide network trained by a method.
 
-    "mtl" and "anil" train without a query-support split (Wang et al. 2021, lemma 1):
-    F = G_ŝ(X, X', Y') + Φ'Φ⁻¹(Y − G_s). "maml" and "anil-split" train with one (Wang et al. 2022, theorem 2):
-    F = G_M(X, X', Y') + Φ'T_Φ(Y − G_M). X are the queries of a test task, X' its supports and Y' their targets; Y are
-    the targets of the training tasks. G is the prediction of the inner loop alone, Φ the kernel between training tasks,
-    and Φ' the kernel between test and training tasks; see `FittedKernelLearner`. T_Φ is Φ⁻¹ after training until
+    "mtl" and "anil" train without a query-support split and predict F = G_ŝ(X, X', Y') + Φ'Φ⁻¹(Y − G_s) (Wang et al.
+    2021, lemma 1). "maml" and "anil-split" train with a split and predict F = G_M(X, X', Y') + Φ'T_Φ(Y − G_M) (Wang et
+    al. 2022, theorem 2). X are the queries of a test task, X' its support points and Y' their targets; Y are the
+    targets of the training tasks. G is the prediction of the inner loop alone, Φ the kernel between training tasks, and
+    Φ' the kernel between test and training tasks; see `FittedKernelLearner`. T_Φ is Φ⁻¹ after training until
     convergence, and for a finite `outer_time` it also replaces Φ⁻¹ in the first formula; see
     `meta_kernels.adaptation_operator`. Class labels are one-hot encoded.
 
@@ -116,7 +116,7 @@ class KernelLearner:
             The fitted learner, which predicts for test tasks.
 
         Raises:
-            InputError: If points have no kernel, or the kernel matrix is singular.
+            InputError: If the kernel is undefined for some points, or the kernel matrix is singular.
         """
         episodes = self.prepare(episodes, "training task")
         return FittedKernelLearner(self, episodes if self.uses_split else episodes.without_split())
@@ -126,7 +126,7 @@ class KernelLearner:
 
         Args:
             episodes: The tasks.
-            task_kind: Name of these tasks in error messages, such as "test task".
+            task_kind: What to call one of these tasks in error messages, such as "test task".
 
         Returns:
             The converted tasks.
@@ -161,11 +161,13 @@ class FittedKernelLearner:
     """A `KernelLearner` that is fitted to training tasks. Created by `KernelLearner.fit`.
 
     Both published formulas can be written as F = G + R C'(Z, Z_train) R_trainᵀ Φ⁻¹(Y − G_train), with
-    Φ[i, j] = R_i C(Z_i, Z_j) R_jᵀ. Z_i are the points of task i. R_i removes from their gradients the part that the
-    inner loop explains. G is the prediction of the inner loop alone. C and C' are kernels before adaptation, among
-    training tasks and between test and training tasks. For a finite `outer_time`, T_Φ replaces Φ⁻¹.
+    Φ[i, j] = R_i C(Z_i, Z_j) R_jᵀ. Z_i are the points of task i, and R_i removes from the gradients at these points the
+    part that the inner loop explains. G is the prediction of the inner loop alone. C is the kernel between training
+    tasks before adaptation, and C' the one between test and training tasks. For a finite `outer_time`, T_Φ replaces
+    Φ⁻¹.
 
-    - With a split, R = [I, −M(X, X')T(X')] over queries and supports, and C = C' = Θ. M is Θ for MAML and K for ANIL.
+    - With a split, R = [I, −M(X, X')T(X')] for the queries X and the support points X', and C = C' = Θ. M is Θ for MAML
+      and K for ANIL. T is the `adaptation_operator`.
     - Without a split, R is the same for test tasks, with M = K. In training, R = I − KT(X), which is e^{−sK} without an
       inner ridge, and R = I for MTL. C is Θ for ANIL; for MTL, it is Θ within a task and Θ − K between tasks. C' is
       Θ − K, since a test task has a new head. If heads start independently, C and C' vanish between different tasks.
@@ -219,7 +221,7 @@ class FittedKernelLearner:
 
     @cached_property
     def matrix(self) -> Tensor:
-        """Φ between all training points, or with a split between all training queries."""
+        """Φ between all training points without a split, or between all training queries with a split."""
         operators = self.residual_operators
         return meta_kernels.block_diagonal_product(operators, self._kernel_rows(slice(0, len(self.points))), operators)
 
@@ -240,29 +242,27 @@ class FittedKernelLearner:
             The outputs for the queries, (tasks, queries, outputs), in the dtype of the tasks.
 
         Raises:
-            InputError: If the tasks do not match the training tasks, or points have no kernel.
+            InputError: If the tasks do not match the training tasks, or the kernel is undefined for some points.
         """
         learner, dtype = self.learner, episodes.query_x.dtype
         episodes = learner.prepare(episodes, "test task")
-        self._check(episodes)
+        self._check_test_tasks(episodes)
         time = learner.inner_time if learner.test_time is None else learner.test_time
         operators, inner_prediction = self._adapt(episodes, time)
-        if learner.heads == "independent":
-            return inner_prediction.to(
-                dtype
-            )  # a head that starts from other values cannot use what the body has learned
+        if learner.heads == "independent":  # a new head, independent of the trained ones, cannot use what they learned
+            return inner_prediction.to(dtype)
         points = torch.cat([episodes.query_x, episodes.support_x], 1)
         chunks = points.split(self._tasks_per_chunk(points.shape[1]))
-        learned = torch.cat([self._learned_outputs(chunk) for chunk in chunks])
-        return (inner_prediction + operators @ learned).to(dtype)
+        output_changes = torch.cat([self._output_changes(chunk) for chunk in chunks])
+        return (inner_prediction + operators @ output_changes).to(dtype)
 
-    def _learned_outputs(self, points: Tensor) -> Tensor:
-        """Return the change of the outputs at these points by training, before adaptation."""
+    def _output_changes(self, points: Tensor) -> Tensor:
+        """Return how much training has changed the outputs at these points, before adaptation."""
         ntk, nngp = self.kernel.both(points.flatten(0, 1), self.points.flatten(0, 1))
-        outputs = (ntk if self.learner.uses_split else ntk - nngp) @ self.weights
-        return outputs.unflatten(0, points.shape[:2])  # type: ignore[no-any-return]
+        changes = (ntk if self.learner.uses_split else ntk - nngp) @ self.weights
+        return changes.unflatten(0, points.shape[:2])  # type: ignore[no-any-return]
 
-    def _check(self, episodes: Episodes) -> None:
+    def _check_test_tasks(self, episodes: Episodes) -> None:
         """Raise InputError if test tasks do not match the training tasks."""
         if episodes.query_x.shape[2:] != self.point_shape:
             raise InputError(
@@ -281,7 +281,7 @@ class FittedKernelLearner:
             )
 
     def _adapt(self, episodes: Episodes, time: float) -> tuple[Tensor, Tensor]:
-        """Return R of every task, as with a split, and G(X, X', Y'), the prediction of the inner loop alone."""
+        """Return R (with a split) and G(X, X', Y'), the prediction of the inner loop alone, for every task."""
         adapts: meta_kernels.AdaptedPart = "all" if self.learner.method == "maml" else "head"
         x, support = episodes.query_x, episodes.support_x
         operators = meta_kernels.query_residual_operator(
@@ -297,8 +297,8 @@ class FittedKernelLearner:
             ntk, nngp = self.kernel.both(all_points)
         else:
             ntk, nngp = self.kernel.both(self.points[tasks].flatten(0, 1), all_points)
-        same = meta_kernels.same_task_mask(count, points, ntk.device)[tasks.start * points : tasks.stop * points]
-        return meta_kernels.unadapted_kernel(ntk, nngp, same, self.learner.method, self.learner.heads)
+        same_task = meta_kernels.same_task_mask(count, points, ntk.device)[tasks.start * points : tasks.stop * points]
+        return meta_kernels.unadapted_kernel(ntk, nngp, same_task, self.learner.method, self.learner.heads)
 
     def _solve(self, target: Tensor) -> Solution:
         """Return T_Φ target, which is Φ⁻¹ target if `outer_time` is infinite."""
@@ -347,7 +347,7 @@ class FittedKernelLearner:
         return torch.cat(chunks).flatten(0, 1) + self.learner.ridge * v
 
     def _tasks_per_chunk(self, points: int) -> int:
-        """Return for how many tasks, of `points` points each, the kernel with the training points fits in memory."""
+        """Return the number of tasks, each of `points` points, whose kernel with the training points fits in memory."""
         memory = self.learner.memory if self.points.is_cuda else min(self.learner.memory, _CPU_CHUNK_BYTES)
         return max(1, int(memory // (8 * 4 * points * self.points.shape[0] * self.points.shape[1])))
 
@@ -365,7 +365,7 @@ def predict_mtl(kernel: Kernel, train: Episodes, test: Episodes, *, test_time: f
         F_MTL for the queries of the test tasks, (tasks, queries, outputs).
 
     Raises:
-        InputError: If the tasks do not match, or the kernel matrix is singular.
+        InputError: If test and training tasks do not match, or the kernel matrix is singular.
 
     Example:
         >>> import torch
@@ -395,7 +395,7 @@ def predict_anil(
         F_ANIL for the queries of the test tasks, (tasks, queries, outputs).
 
     Raises:
-        InputError: If the tasks do not match, or the kernel matrix is singular.
+        InputError: If test and training tasks do not match, or the kernel matrix is singular.
 
     Example:
         >>> import torch
@@ -425,7 +425,7 @@ def predict_maml(
         F_MAML for the queries of the test tasks, (tasks, queries, outputs).
 
     Raises:
-        InputError: If the tasks do not match, or the kernel matrix is singular.
+        InputError: If test and training tasks do not match, or the kernel matrix is singular.
 
     Example:
         >>> import torch

@@ -68,8 +68,8 @@ def cholesky_solve(matrix: Tensor, target: Tensor, ridge: float = 0.0) -> Soluti
                 )
             return Solution(torch.cholesky_solve(target, factor), jitter)
     raise InputError(
-        f"a kernel matrix of {len(matrix)} points is singular, even with a jitter of {MAX_JITTER:g} of its diagonal. "
-        "Use a ridge, or remove points that are duplicates or not finite."
+        f"a kernel matrix of {len(matrix)} points is singular, even with a jitter of {MAX_JITTER:g} times the mean of "
+        "its diagonal. Use a ridge, or remove points that are duplicates or not finite."
     )
 
 
@@ -91,7 +91,7 @@ def extreme_eigenvalues(matrix: Tensor) -> tuple[float, float]:
 
 
 def condition_number(matrix: Tensor, ridge: float = 0.0, eps: float | None = None) -> float:
-    """Return σ_max/σ_min of M + ridge·I; infinity if the smallest eigenvalue is below rounding error.
+    """Return σ_max/σ_min of M + ridge·I; infinity if σ_min could be zero up to rounding errors.
 
     Args:
         matrix: A symmetric matrix M.

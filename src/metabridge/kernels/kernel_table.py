@@ -11,7 +11,7 @@ from metabridge.kernels.kernel import Kernel
 
 @dataclass(frozen=True, eq=False)
 class KernelTable:
-    """A kernel with precomputed matrices, whose inputs are indices of points with shape (n, 1).
+    """A kernel with precomputed matrices. Its inputs are the indices of points, with shape (n, 1).
 
     `IndexedTasks` samples tasks with such inputs.
 

@@ -99,7 +99,7 @@ def _gradients_of_samples(call: LayerCall, grads: Sequence[Tensor], samples: sli
 def stack_output_gradients(call: LayerCall, grads: Sequence[Tensor]) -> Tensor:
     """Stack the gradients of all network outputs: (samples, outputs, channels, positions).
 
-    If the call is not of a linear layer or convolution, the result is (samples, outputs, ...).
+    For layers other than linear layers and convolutions, the result is (samples, outputs, ...).
     """
     return torch.stack([_flatten_positions(call.layer, grad) for grad in grads] if call.is_linear else list(grads), 1)
 

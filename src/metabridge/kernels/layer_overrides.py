@@ -53,7 +53,7 @@ def override_forward(overrides: dict[nn.Module, ForwardOverride]) -> Iterator[No
                 vars(layer)["forward"] = forward
 
 
-def pool_window(layer: nn.MaxPool2d) -> list[list[int]]:
+def pool_settings(layer: nn.MaxPool2d) -> list[list[int]]:
     """Return the kernel size, stride, padding and dilation of max pooling, each as [height, width]."""
     settings = (layer.kernel_size, layer.stride, layer.padding, layer.dilation)
     return [[setting, setting] if isinstance(setting, int) else list(setting) for setting in settings]
@@ -62,11 +62,11 @@ def pool_window(layer: nn.MaxPool2d) -> list[list[int]]:
 def max_pool(layer: nn.MaxPool2d, x: Tensor) -> Tensor:
     """Apply max pooling without saving its input for the backward pass."""
     pool: Callable[..., Tensor] = torch.max_pool2d if x.ndim == 3 else _MaxPool.apply
-    return pool(x, *pool_window(layer), layer.ceil_mode)
+    return pool(x, *pool_settings(layer), layer.ceil_mode)
 
 
 class PooledConv(NamedTuple):
-    """The result of max pooling of the feature maps Va + v, where V and v depend on the sample.
+    """The result of max pooling the feature maps Va + v, where V and v depend on the sample.
 
     Args:
         maxima: The pooled feature maps, (samples, channels, height, width).
@@ -121,27 +121,29 @@ class PooledConv(NamedTuple):
         return (stacked @ selected).movedim(2, 0)
 
 
-def pooled_conv(layer: nn.MaxPool2d, windows: Tensor, norm: Any, conv: Params, norm_params: Params) -> PooledConv:
+def pooled_conv(pool: nn.MaxPool2d, windows: Tensor, norm: Any, conv_params: Params, norm_params: Params) -> PooledConv:
     """Apply a convolution, a normalization layer and max pooling as one operation.
 
-    The convolution of the patches a + m with mean m is computed as Wa + (Wm + b). The statistics of group norm follow
-    from m and the covariance C of the patches, since the feature maps have the means Wm + b and the variances
-    diag(W C Wᵀ). Therefore V and v are functions of the parameters, and the feature maps need not be normalized.
+    With the mean m of the patches and the centered patches a, the convolution is Wa + (Wm + b). The statistics of group
+    norm follow from m and the covariance C of the patches, since the feature maps have the means Wm + b and the
+    variances diag(W C Wᵀ). Therefore V and v are functions of the parameters, and the feature maps need not be
+    normalized.
 
     Args:
-        layer: The max pooling layer.
+        pool: The max pooling layer.
         windows: The input windows of the convolution, from `conv_windows`.
         norm: The normalization layer.
-        conv: Parameters of the convolution, one copy per sample.
+        conv_params: Parameters of the convolution, one copy per sample.
         norm_params: Parameters of the normalization layer, one copy per sample.
 
     Returns:
         The pooled feature maps and the tensors that their gradients depend on.
     """
-    weight, (patches, m) = conv["weight"].flatten(2), _centered_patches(windows)
-    channel_mean = (weight @ m).squeeze(-1) + conv.get("bias", 0.0)
+    weight, (patches, m) = conv_params["weight"].flatten(2), _centered_patches(windows)
+    channel_mean = (weight @ m).squeeze(-1) + conv_params.get("bias", 0.0)
     if isinstance(norm, nn.GroupNorm):
-        image_rows = patches.unflatten(1, windows.shape[4:])  # one product per row: few long ones underuse a GPU
+        # One matrix product per row of an image, since fewer and longer products would not occupy a GPU.
+        image_rows = patches.unflatten(1, windows.shape[4:])
         channel_variance = (weight @ ((image_rows.mT @ image_rows).sum(1) / patches.shape[1]) * weight).sum(-1)
         grouped_means, grouped_variances = (
             value.unflatten(1, (norm.num_groups, -1)) for value in (channel_mean, channel_variance)
@@ -158,7 +160,7 @@ def pooled_conv(layer: nn.MaxPool2d, windows: Tensor, norm: Any, conv: Params, n
         maps = torch.baddbmm(shift.detach().unsqueeze(1), patches, weight.detach().mT).mT
     else:
         maps = torch.baddbmm(shift.detach().unsqueeze(2), weight.detach(), patches.mT)
-    maxima, argmax = _max_pool_with_indices(maps.unflatten(2, windows.shape[4:]), *pool_window(layer), layer.ceil_mode)
+    maxima, argmax = _max_pool_with_indices(maps.unflatten(2, windows.shape[4:]), *pool_settings(pool), pool.ceil_mode)
     return PooledConv(maxima, argmax.flatten(2).int(), patches, weight, shift)
 
 
@@ -173,18 +175,18 @@ def _centered_patches(windows: Tensor) -> tuple[Tensor, Tensor]:
     return patches.flatten(3).flatten(1, 2), m.flatten(1).unsqueeze(2)
 
 
-def _max_pool_with_indices(x: Tensor, *window: Any) -> tuple[Tensor, Tensor]:
+def _max_pool_with_indices(x: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     """Return the maxima of the windows and their positions."""
     if on_cpu(x):  # on a CPU, the channels-last memory format is four times faster
         x = x.contiguous(memory_format=torch.channels_last)
-    y, indices = torch.ops.aten.max_pool2d_with_indices(x, *window)
+    y, indices = torch.ops.aten.max_pool2d_with_indices(x, *settings)
     return y.contiguous(), indices.contiguous()
 
 
 class _BatchedBackward(torch.autograd.Function):
-    """Applies a function `vjp` of output gradients; under `vmap`, calls it once with all of them.
+    """Applies a function `vjp` to output gradients. Under `vmap`, it is called once with the gradients of all outputs.
 
-    `vjp` takes gradients (outputs, samples, ...) with a leading dimension, which has size 1 outside `vmap`.
+    `vjp` takes gradients (outputs, samples, ...). The first dimension has size 1 outside `vmap`.
     """
 
     @staticmethod
@@ -205,10 +207,10 @@ class _MaxPool(torch.autograd.Function):
     """Max pooling that does not save its input: the backward pass needs only the input shape and the indices."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, *window: Any) -> Tensor:
-        y, indices = _max_pool_with_indices(x, *window)
+    def forward(ctx: Any, x: Tensor, *settings: Any) -> Tensor:
+        y, indices = _max_pool_with_indices(x, *settings)
         ctx.save_for_backward(indices)
-        ctx.shape, ctx.window_arguments = x.shape, len(window)
+        ctx.shape, ctx.num_settings = x.shape, len(settings)
         return y
 
     @staticmethod
@@ -219,13 +221,14 @@ class _MaxPool(torch.autograd.Function):
             return (grad.view(len(g), *ctx.shape),)
 
         (grad,) = _BatchedBackward.apply(vjp, *grads, *ctx.saved_tensors)
-        return grad, *(None,) * ctx.window_arguments
+        return grad, *(None,) * ctx.num_settings
 
 
 class _GroupNorm(torch.autograd.Function):
     """Group norm with a weight and a bias for each sample, and a backward pass with few memory reads.
 
-    Let x̂ be the normalized x. The gradients with respect to the weight and the bias are ĝ = Σ_p g_p x̂_p and
+    Let w be the weight, g the gradient with respect to the output at the positions p, σ the standard deviation of a
+    group and x̂ the normalized x. The gradients with respect to the weight and the bias are ĝ = Σ_p g_p x̂_p and
     ḡ = Σ_p g_p. The gradient with respect to x is σ⁻¹(wg − (Σ_c wḡ + x̂ Σ_c wĝ)/N), with sums over the channels c of a
     group of N elements. It is computed as an affine function of g and x for each channel.
     """

@@ -1,4 +1,4 @@
-"""Layers of infinite width, as maps of the NNGP kernel and the NTK.
+"""Infinitely wide layers. Each maps the NNGP kernel and NTK of its input to those of its output.
 
 Layers use the NTK parameterization: weights are σ_w/√fan_in times standard normal variables and biases are σ_b times
 standard normal variables, so the NTK has a limit as the width grows.
@@ -20,8 +20,8 @@ class KernelState:
     """The kernels of a network up to some layer. The next layer updates them, in-place if possible.
 
     Args:
-        cov: Covariances Σ of the (pre-)activations, (rows, columns, *pixels), or (points, *pixels) for the covariances
-            of each point with itself.
+        cov: Covariances Σ of the (pre-)activations of row points and column points, (rows, columns, *pixels); or of
+            each point with itself, (points, *pixels).
         ntk: The NTK Θ up to this layer, with the shape of `cov`; None if only the NNGP kernel is computed.
         pixel_dims: Number of pixel dimensions of `cov`: 0 in dense layers, 2 for covariances of pixels at the same
             position of two images, 4 for covariances of all pairs of pixels of two images.
@@ -40,8 +40,8 @@ class KernelState:
         if self.ntk is not None:
             self.ntk = linear_map(self.ntk)
 
-    def add_parameters(self, weight_variance: float, bias_variance: float) -> None:
-        """Apply weights and biases: Σ ← σ_w² Σ + σ_b² and Θ ← σ_w² Θ + Σ."""
+    def apply_weights_and_biases(self, weight_variance: float, bias_variance: float) -> None:
+        """Replace Σ with Σ' = σ_w² Σ + σ_b² and Θ with Θ' = σ_w² Θ + Σ'."""
         self.cov.mul_(weight_variance)
         if bias_variance:
             self.cov.add_(bias_variance)
@@ -63,7 +63,7 @@ class Layer(Protocol):
 
 @dataclass(frozen=True)
 class Dense:
-    """A fully connected layer: Σ ← σ_w² Σ + σ_b², Θ ← σ_w² Θ + Σ.
+    """A fully connected layer: Σ' = σ_w² Σ + σ_b² and Θ' = σ_w² Θ + Σ'.
 
     Args:
         weight_variance: σ_w², must be positive. The default is He initialization for ReLU.
@@ -91,14 +91,15 @@ class Dense:
         Args:
             state: The kernels before the layer; updated in-place.
         """
-        state.add_parameters(self.weight_variance, self.bias_variance)
+        state.apply_weights_and_biases(self.weight_variance, self.bias_variance)
 
 
 @dataclass(frozen=True)
 class LayerNorm:
     """Layer normalization of pre-activations: Σ(x, z) and Θ(x, z) are divided by √(Σ(x, x)·Σ(z, z)).
 
-    In a layer of infinite width, the mean over units is 0, and the variance is a constant without gradient.
+    In an infinitely wide layer, the mean of the units is 0 and their variance is Σ(x, x). Neither depends on the
+    parameters, so no gradient flows through them.
 
     Example:
         >>> import torch
@@ -113,8 +114,8 @@ class LayerNorm:
         Args:
             state: The kernels before the layer; updated in-place.
         """
-        left, right = (variance.rsqrt() for variance in state.get_variances(state))
-        state.map(lambda values: values.mul_(left).mul_(right))
+        row_scale, column_scale = (variance.rsqrt() for variance in state.get_variances(state))
+        state.map(lambda values: values.mul_(row_scale).mul_(column_scale))
 
 
 @dataclass(frozen=True)

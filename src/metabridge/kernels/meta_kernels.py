@@ -1,4 +1,4 @@
-"""Kernels between tasks for MTL, ANIL and MAML, computed from a network's NTK Θ and NNGP kernel K.
+"""Kernels between tasks for multi-task learning (MTL), ANIL and MAML, from a network's NTK Θ and NNGP kernel K.
 
 Points have a leading task axis, (tasks, points, ...). Kernels between tasks are matrices over the points of all tasks,
 in the order of the tasks. They are per output: for k outputs, the matrix is Φ ⊗ I_k.
@@ -133,8 +133,8 @@ def anil_kernel(kernel: Kernel, x: Tensor, time: float, heads: Heads = "shared")
     tasks, points = x.shape[:2]
     ntk, nngp = kernel.both(x.flatten(0, 1))
     decay = residual_decay(diagonal_blocks(nngp, points), time)
-    shared = unadapted_kernel(ntk, nngp, same_task_mask(tasks, points, ntk.device), "anil", heads)
-    return block_diagonal_product(decay, shared, decay)
+    unadapted = unadapted_kernel(ntk, nngp, same_task_mask(tasks, points, ntk.device), "anil", heads)
+    return block_diagonal_product(decay, unadapted, decay)
 
 
 def unadapted_kernel(ntk: Tensor, nngp: Tensor, same_task: Tensor, method: str, heads: Heads) -> Tensor:
@@ -171,10 +171,11 @@ def meta_ntk(
 ) -> Tensor:
     """Return the MetaNTK between the queries of tasks with a query-support split (Wang et al. 2022, def. 2).
 
-    Φ = R Θ R'ᵀ, with Θ between all points, R = [I, −M(X, X')T_M(X')] for the queries X and supports X' of the rows, and
-    R' the same for the columns: adaptation removes from each query's gradient the part that the support set explains.
-    M is Θ for MAML (Wang et al. 2022, eq. 106) and K for ANIL (eq. 112), and T_M(X') is the `adaptation_operator` of
-    the Gram matrix M(X', X'). If `column_tasks` is None, Φ is positive semi-definite by construction.
+    Φ = R Θ R'ᵀ, with Θ between all points, R = [I, −M(X, X')T_M(X')] for the queries X and support points X' of the
+    rows, and R' the same for the columns: adaptation removes from each query's gradient the part that the support set
+    explains. M is Θ for MAML (Wang et al. 2022, eq. 106) and K for ANIL (eq. 112), and T_M(X') is the
+    `adaptation_operator` of the Gram matrix M(X', X'). If `column_tasks` is None, Φ is positive semi-definite by
+    construction.
 
     Args:
         kernel: The kernel of the network.
@@ -310,7 +311,7 @@ def _eigendecomposition(gram: Tensor, ridge: float) -> tuple[Tensor, Tensor]:
 
 
 def _counts_as_zero(values: Tensor, eps: float | None = None) -> Tensor:
-    """Return which of the eigenvalues of matrices (..., n) are zero up to rounding errors."""
+    """Return the mask of eigenvalues (..., n) that are zero up to rounding errors."""
     eps = torch.finfo(values.dtype).eps if eps is None else eps
     return values <= values.amax(-1, keepdim=True) * values.shape[-1] * eps
 

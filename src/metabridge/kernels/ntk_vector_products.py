@@ -22,7 +22,8 @@ def fill_by_products(
     Args:
         gradients: The network and its parameters.
         strategy: Numbers of rows and columns that are computed at a time.
-        outputs: How the outputs are reduced; see `EmpiricalKernel`. For "mean", the result is the sum over outputs.
+        outputs: How the outputs are reduced; see `EmpiricalKernel`. For "mean", the result is the sum over outputs;
+            the caller divides it by their number.
         x: The n row samples.
         z: The m column samples. If None, they are `x`, and entries below the diagonal may remain zero.
         grid: The result, (n, r, m, r), where r is the number of outputs for "full" and 1 otherwise. Initially zero.

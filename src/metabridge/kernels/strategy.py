@@ -14,7 +14,7 @@ from metabridge.kernels.jacobian import ParameterInfo
 
 StrategyName = Literal["auto", "gradients", "products"]
 
-CPU_PASS_BYTES = 2**27  # maximum memory of a pass on a CPU; larger passes are hardly faster
+CPU_PASS_BYTES = 2**27  # maximum memory of a forward and backward pass on a CPU; more is hardly faster
 ELEMENTWISE_COST = 30  # cost of an elementwise multiplication relative to one in a matrix product
 
 
@@ -26,11 +26,12 @@ class Strategy(NamedTuple):
         cost: Estimated number of multiplications.
         tile: For gradients, number of rows (and of columns) whose gradients are in memory at a time. For products,
             number of rows that are computed at a time.
-        chunk: For gradients, number of samples in a pass. For products, number of (column, output) pairs in a pass.
+        chunk: For gradients, number of samples in a forward and backward pass. For products, number of (column, output)
+            pairs that are computed at a time.
         workspace_bytes: Memory for computing the gradients of a layer on a GPU, in bytes; 0 on a CPU.
-        threads: Number of CPU threads that run the passes.
+        threads: Number of CPU threads that run forward and backward passes.
         materialized: Parameters whose gradients are materialized.
-        factored: Parameters whose gradients are kept as factors.
+        factored: Parameters whose gradients are kept as the factors a and g (see `jacobian`).
     """
 
     name: Literal["gradients", "products"]
@@ -44,7 +45,7 @@ class Strategy(NamedTuple):
 
 
 class KernelProblem(NamedTuple):
-    """The inputs on which the choice of a strategy depends, for a kernel between n and m samples.
+    """A kernel between n and m samples, with everything on which the choice of a strategy depends.
 
     Args:
         profile: Sizes and costs of the network.
@@ -73,16 +74,17 @@ class KernelProblem(NamedTuple):
         parameters = self.profile.parameters
         strategies: list[Strategy] = []
         if name != "products":
-            # Parameters whose gradients are materialized: with the lowest cost, or with the least memory.
-            fastest = [info for info in parameters if self._factored_cost(info) >= self._materialized_cost(info)]
-            smallest = [info for info in parameters if not self._factors_are_smaller(info)]
-            strategies += [self._full_gradient_strategy(materialized) for materialized in (fastest, smallest)]
+            # Two candidates: materialize gradients where that is cheaper than factors, or where it needs less memory.
+            lowest_cost = [info for info in parameters if self._factored_cost(info) >= self._materialized_cost(info)]
+            least_memory = [info for info in parameters if not self._factors_are_smaller(info)]
+            strategies += [self._gradient_strategy_with_total_cost(choice) for choice in (lowest_cost, least_memory)]
         if name != "gradients":
             strategies.append(self._product_strategy())
         feasible = (strategy for strategy in strategies if strategy.tile >= 1)
         return min(feasible, key=lambda strategy: strategy.cost, default=None)
 
-    def _full_gradient_strategy(self, materialized: Sequence[ParameterInfo]) -> Strategy:
+    def _gradient_strategy_with_total_cost(self, materialized: Sequence[ParameterInfo]) -> Strategy:
+        """Return `gradient_strategy` with the cost of the inner products added. Other parameters are factored."""
         names = {info.name for info in materialized}
         factored = [info for info in self.profile.parameters if info.name not in names]
         strategy = self.gradient_strategy(materialized, factored)
@@ -90,9 +92,9 @@ class KernelProblem(NamedTuple):
         return strategy._replace(cost=strategy.cost + product_cost)
 
     def gradient_strategy(self, materialized: Sequence[ParameterInfo], factored: Sequence[ParameterInfo]) -> Strategy:
-        """Return the gradient strategy with the largest tile that fits in memory, with its cost without inner products.
+        """Return the gradient strategy with the largest tile that fits in memory.
 
-        If no tile fits, the tile is 0 and the cost is infinite.
+        Its cost does not include the inner products. If no tile fits, the tile is 0 and the cost is infinite.
         """
         profile, cpu = self.profile, self.on_cpu
         gradient_elements = profile.gradients_per_sample * sum(info.size for info in materialized)
@@ -130,17 +132,17 @@ class KernelProblem(NamedTuple):
         return Strategy("gradients", cost, tile, chunk, workspace_bytes, threads, tuple(materialized), tuple(factored))
 
     def _product_strategy(self) -> Strategy:
-        """Maximize the number of (column, output) pairs that fit in memory, and then the number of rows."""
+        """Return the product strategy with as many (column, output) pairs as fit in memory, and then as many rows."""
         profile, half_memory = self.profile, self.memory // 2
         parameter_bytes = 3 * profile.itemsize * sum(info.size for info in profile.parameters)
-        pairs = int(
+        chunk = int(
             min(self.m * profile.gradients_per_sample, half_memory // (parameter_bytes + 2 * profile.graph_bytes))
         )
-        tile = int(min(self.n, half_memory // (max(1, pairs) * 3 * profile.graph_bytes))) if pairs else 0
-        if pairs > 1 and not tile:
-            pairs, tile = 1, int(min(self.n, half_memory // (3 * profile.graph_bytes)))
+        tile = int(min(self.n, half_memory // (max(1, chunk) * 3 * profile.graph_bytes))) if chunk else 0
+        if chunk > 1 and not tile:
+            chunk, tile = 1, int(min(self.n, half_memory // (3 * profile.graph_bytes)))
         cost = 3 * self.m * profile.gradients_per_sample * (1 + self.n) * profile.multiplications
-        return Strategy("products", cost, tile, pairs)
+        return Strategy("products", cost, tile, chunk)
 
     def _materialized_cost(self, info: ParameterInfo) -> float:
         k = self.profile.gradients_per_sample
@@ -150,7 +152,7 @@ class KernelProblem(NamedTuple):
     def _factored_cost(self, info: ParameterInfo) -> float:
         if not info.positions:
             return math.inf
-        # For "full", there are inner products of r² pairs of outputs. Otherwise the outputs are concatenated.
+        # For "full", there are inner products of r² pairs of outputs. Otherwise, gradients of outputs are concatenated.
         k = self.profile.gradients_per_sample
         r, concatenated = (k, 1) if self.outputs == "full" else (1, k)
         pair_cost = info.in_features + r * r * (concatenated * info.out_features + ELEMENTWISE_COST)

@@ -1,4 +1,4 @@
-"""Methods as data, and the functions that compute their meta-gradients and adapt with them."""
+"""Few-shot learning methods, and the functions that compute their meta-gradients and adapt with them."""
 
 from metabridge.learners.adapt import Adapted, adapt, predict
 from metabridge.learners.engine import Engine, MetaGradient, meta_gradient

@@ -1,4 +1,4 @@
-"""Adaptation at test time, to one task or to many at once."""
+"""Test-time adaptation to one task, or to each task of a batch separately."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from metabridge.models.network import Network, Params, apply_features, apply_hea
 from metabridge.solvers import Problem, Solver
 from metabridge.threads import map_over_threads
 
-_CHECKED_NETWORKS: WeakSet[Network] = WeakSet()  # networks whose parameters can be replaced
+_CHECKED_NETWORKS: WeakSet[Network] = WeakSet()  # networks that `_check_network` accepted
 
 
 @dataclass(frozen=True, repr=False)
@@ -74,7 +74,7 @@ def adapt(method: Method, net: Network, params: Params, x: Tensor, y: Tensor) ->
         net: The network.
         params: The method's parameters, from `parameters`.
         x: The inputs of the support set, (examples, ...).
-        y: Their class labels, int64 (examples,), or values, (examples, outputs).
+        y: Their class labels, int64 (examples,), or regression targets, (examples, outputs).
 
     Returns:
         The adapted network.
@@ -100,7 +100,8 @@ def adapt(method: Method, net: Network, params: Params, x: Tensor, y: Tensor) ->
         with torch.no_grad():
             features = apply_features(net, params, x)
         head = solver.fit(features[None], y[None], _count_outputs(task))
-        # a head that is loaded from a file is contiguous; in another layout, results would be rounded differently
+        # A head loaded from a file is contiguous. Make this head contiguous too: otherwise its scores and those of
+        # the loaded head could differ by rounding.
         head = head._replace(weight=head.weight.contiguous(), bias=head.bias.contiguous())
         return Adapted(net, params, head, method)
     return Adapted(net, _solve(method, solver, net, params, x, y), method=method)
@@ -117,8 +118,8 @@ def predict(
         net: The network.
         params: The method's parameters, from `parameters`.
         episodes: The tasks.
-        dtype: Data type in which features are computed if only the head adapts; unused otherwise. None for the dtype
-            of the inputs.
+        dtype: Data type in which features are computed if only the head adapts; ignored otherwise (default: the dtype
+            of the inputs).
 
     Returns:
         The outputs, (tasks, queries, outputs).
@@ -138,7 +139,7 @@ def predict(
     params = {name: _clone_inference_tensor(value.detach()) for name, value in params.items()}
     episodes = episodes.map(_clone_inference_tensor)
     _check_network(net, params, episodes.support_x[0])
-    if adapts_head_only(method):
+    if can_predict_from_features(method):
         with torch.no_grad():
             support, query = _call_for_tasks(lambda tasks: compute_features(net, params, tasks, dtype), episodes)
         return predict_from_features(method, params, replace(episodes, support_x=support, query_x=query))
@@ -156,10 +157,11 @@ def predict(
         return _call_for_tasks(predict_tasks, episodes)[0]
 
 
-def adapts_head_only(method: Method) -> bool:
-    """Return whether `predict` computes the features first and then adapts only heads to them.
+def can_predict_from_features(method: Method) -> bool:
+    """Return whether `predict` computes the features of all tasks first, and then calls `predict_from_features`.
 
-    If `adapts` is "none" and `test_solver` is a solver, return False, although the solver changes only the head.
+    It does so if `adapts` is "head" or the method has a test-time head, but not if `adapts` is "none" and `test_solver`
+    is a solver, although such a solver also adapts only the head.
     """
     return method.adapts == "head" or isinstance(_test_time_solver(method), Head)
 
@@ -169,7 +171,7 @@ def predict_from_features(method: Method, params: Params, episodes: Episodes) ->
     """Adapt the head of every task and return the outputs for its queries.
 
     Args:
-        method: A method for which `adapts_head_only` is true.
+        method: A method for which `can_predict_from_features` is true.
         params: The method's parameters.
         episodes: Tasks whose inputs are features, (tasks, examples, features).
 
@@ -198,14 +200,17 @@ def _call_for_tasks(function: Callable[[Episodes], tuple[Tensor, ...]], episodes
 
 
 def _check_network(net: Network, params: Params, x: Tensor) -> None:
-    """Raise an InputError if the network has parameters that cannot be replaced. Each network is checked only once."""
+    """Raise an InputError if the network cannot be called with other parameters, as by `torch.func.functional_call`.
+
+    Each network is checked only once.
+    """
     if net not in _CHECKED_NETWORKS:
         observe(net.features, x, body_params(params))
         _CHECKED_NETWORKS.add(net)
 
 
 def _clone_inference_tensor(tensor: Tensor) -> Tensor:
-    """Return a tensor that can be differentiated: a copy if it was created in inference mode, else the tensor."""
+    """Return a tensor that can be differentiated: a copy if `tensor` was created in inference mode, else itself."""
     return tensor.clone() if tensor.is_inference() else tensor
 
 
@@ -215,7 +220,8 @@ def _solve(method: Method, solver: Solver, net: Network, params: Params, x: Tens
     head = {name: value for name, value in params.items() if name.startswith("head.")}
     if method.adapts == "head":
         problem = Problem(apply_head, method.loss, apply_features(net, body, x), y)
-        zeros = {name: torch.zeros_like(value) for name, value in head.items()}  # solvers may return no bias
+        # The bias is 0 if the solver does not return one.
+        zeros = {name: torch.zeros_like(value) for name, value in head.items()}
         return body | zeros | solver.solve(problem, head, solver_params(params), exact=False)
     initial = body | head
 

@@ -1,11 +1,11 @@
-"""Engines: the same meta-gradient by a loop, by threads, by `vmap` or by a captured CUDA graph.
+"""Compute meta-gradients in a loop, in threads, with `vmap` or with a captured CUDA graph.
 
-A meta-gradient is a mean over tasks, and an engine decides where and when each task is computed. All modes return the
-same result up to rounding, unless the network draws random numbers. If batch norm computes its statistics over all
+A meta-gradient is a mean over tasks, and the mode of an `Engine` decides how the tasks are computed. All modes return
+the same result up to rounding, unless the network draws random numbers. If batch norm computes its statistics over all
 tasks of a step, every mode computes the tasks in one batch.
 
 If forward passes in training change buffers, all tasks of a step start from the same buffers. After the step, one
-forward pass on the support set of each task, in the order of the tasks, updates them.
+forward pass on the support set of each task, in the order of the tasks, updates the buffers.
 """
 
 from __future__ import annotations
@@ -80,11 +80,11 @@ class Engine:
         method: The method.
         net: The network.
         mode: How tasks are computed: "loop", one after the other; "workers", on one thread per core; "vectorized", all
-            at once under `vmap`; or "captured", vectorized and captured as a CUDA graph, one per batch shape. "auto" is
-            "captured" on a GPU and "workers" elsewhere. A network that draws random numbers is computed by "loop"
-            instead of "workers". Without a GPU, "captured" is "vectorized".
+            at once under `vmap`; or "captured", vectorized and captured as a CUDA graph, one per batch shape. "auto"
+            means "captured" on a GPU and "workers" on a CPU. If the network draws random numbers, "loop" replaces
+            "workers". Without a GPU, "vectorized" replaces "captured".
         flat: Whether to store only the parameters after each inner step and recompute the steps in the backward pass,
-            so that memory hardly grows with their number. For exact gradients.
+            so that memory hardly grows with the number of steps. Only exact outer gradients use it.
         dtype: Data type in which features are computed, such as `torch.bfloat16`. Parameters and gradients keep their
             data types.
 
@@ -116,7 +116,7 @@ class Engine:
             raise InputError(f"mode is {mode!r}, but must be one of {', '.join(map(repr, get_args(Mode)))}.")
         self.method, self.net, self.mode, self.flat, self.dtype = method, net, mode, flat, dtype
         self._checked: set[tuple[object, ...]] = set()  # signatures of the batches that were checked
-        self._behavior: dict[tuple[object, ...], Behavior] = {}  # of the network, by signature
+        self._behavior: dict[tuple[object, ...], Behavior] = {}  # behavior of the network, by signature
         self._captures: dict[tuple[object, ...], _Capture] = {}
         self._captured_addresses: tuple[int, ...] = ()  # of the parameters that the captures read
         self._uncapturable = False  # whether a capture failed
@@ -139,7 +139,7 @@ class Engine:
             check_training(self.method, self.net, params, episodes, dtype=self.dtype)
             self._checked.add(signature)
         behavior = self.behavior(params, episodes)
-        if self.flat and self.method.adapts == "all" and behavior.random:
+        if self.flat and self.method.adapts == "all" and behavior.is_random:
             raise InputError(
                 "flat computes every inner step twice, but this network draws random numbers (dropout), which would "
                 "differ the second time. Use flat=False, or net.eval()."
@@ -157,7 +157,7 @@ class Engine:
 
         Args:
             params: The method's parameters, from `parameters`.
-            episodes: Tasks, of which some inputs are passed through the network.
+            episodes: The tasks. Some of their inputs are passed through the network.
 
         Returns:
             Whether the forward pass draws random numbers, uses fused weight normalization and changes buffers.
@@ -174,7 +174,7 @@ class Engine:
         return f"Engine({network_name(self.net)}{options}{'' if self.dtype is None else f', dtype={self.dtype}'})"
 
     def _signature(self, episodes: Episodes) -> tuple[object, ...]:
-        """Return a key of a batch: the network is observed, and on a GPU the batch is checked, once per key."""
+        """Return a key of a batch. The network is observed, and on a GPU the batch is checked, only once per key."""
         training = tuple(layer.training for layer in self.net.modules())
         return (training, episodes.device, *(tensor.shape for tensor in episodes.tensors()))
 
@@ -182,7 +182,7 @@ class Engine:
         mode = self.mode
         if mode == "auto":
             mode = "captured" if episodes.device.type == "cuda" else "workers"
-        if mode == "workers" and behavior.random:
+        if mode == "workers" and behavior.is_random:
             mode = "loop"  # the order in which threads draw from the shared random generator is not reproducible
         if mode in ("loop", "workers") and self._mixes_tasks():
             mode = "vectorized"
@@ -209,7 +209,7 @@ class Engine:
     def _sum(self, behavior: Behavior, params: Params, episodes: Episodes) -> tuple[Tensor, Params]:
         """Return the loss and the gradient summed over tasks."""
         second_order = self.method.adapts == "all" and OUTER_RULES[self.method.outer].second_order
-        with second_derivatives(weight_norm=behavior.weight_norm) if second_order else contextlib.nullcontext():
+        with second_derivatives(weight_norm=behavior.uses_weight_norm) if second_order else contextlib.nullcontext():
             try:
                 return summed_gradient(self.method, self.net, params, episodes, flat=self.flat, dtype=self.dtype)
             except NotImplementedError as error:
@@ -296,9 +296,9 @@ def meta_gradient(
         net: The network.
         params: The method's parameters, from `parameters`.
         episodes: The tasks.
-        mode: How tasks are computed; see `Engine`. On a GPU, "auto" and "captured" are "vectorized".
+        mode: How tasks are computed; see `Engine`. On a GPU, "vectorized" replaces "auto" and "captured".
         flat: Whether to store only the parameters after each inner step and recompute the steps in the backward pass,
-            so that memory hardly grows with their number. For exact gradients.
+            so that memory hardly grows with the number of steps. Only exact outer gradients use it.
 
     Returns:
         The loss and the gradients of the trained parameters.

@@ -1,6 +1,6 @@
 """The taxonomy of methods: what adapts, how the inner problem is solved, and how the outer gradient treats the solve.
 
-A method is data. `PRESETS` contains the methods of the papers.
+A method is a dataclass of these choices. `PRESETS` contains the methods of the papers.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class Method:
         outer: How the outer gradient treats the inner solve, a name in `OUTER_RULES`: "exact" differentiates through
             it, "first-order" differentiates through it, treating inner gradients and support features as constants,
             "implicit" solves the linear system of its optimality conditions, "displacement" is θ − θ' for the initial
-            parameters θ and the adapted ones θ' (Reptile; times the strength of a proximal solver), and "plain" is the
-            gradient of the loss without an inner solve.
+            parameters θ and the adapted ones θ' (Reptile; multiplied by the strength of a proximal solver), and "plain"
+            is the gradient of the loss without an inner solve.
         training_head: The head during training: "learned", a shared initial head; "frozen", the same but not trained;
             "solved", solved on each support set; "task-rows", one row per training class, where a task uses the rows
             of its classes (multi-task learning); "all-rows", one classifier over all training classes (RFS).
         split: Whether the loss of a task is computed on a query set, separate from its support set. If false, both
             sets contain all examples of the task.
         loss: The loss, a function of predictions and targets.
-        test_solver: Solver or head that adapts at test time. None: use `inner`.
+        test_solver: The solver or head that adapts at test time (default: `inner`).
         regularizer: A function of the parameters whose value is added to the mean loss.
 
     Raises:
@@ -86,18 +86,18 @@ class Method:
             if not (callable(value) or (value is None and name == "regularizer")):
                 raise InputError(f"{name} is {value!r}, but must be a function.")
         if self.test_solver is not None and not isinstance(self.test_solver, test_solver_types()):
-            names = ", ".join(f"{kind.__name__}()" for kind in test_solver_types())
+            names = ", ".join(f"{cls.__name__}()" for cls in test_solver_types())
             raise InputError(f"test_solver is {self.test_solver!r}, but must be one of {names}, or None.")
         inner: object = self.inner
         if not isinstance(inner, Solver | None):
-            names = ", ".join(f"{kind.__name__}()" for kind in Solver.registry.values())
+            names = ", ".join(f"{cls.__name__}()" for cls in Solver.registry.values())
             raise InputError(f"inner is {inner!r}, but must be one of {names}, or None.")
 
     def _check_inner(self) -> None:
         if (self.adapts == "none") != (self.inner is None):
             raise InputError(
-                f"adapts is {self.adapts!r} with {_name(self.inner)}, which contradict each other. "
-                "Use inner=None if and only if adapts='none'."
+                f"adapts is {self.adapts!r}, but inner is {_name(self.inner)}. Use inner=None if and only if "
+                "adapts='none'."
             )
         solves_exactly = self.inner is not None and self.inner.solves_exactly
         if solves_exactly and self.adapts != "head":
@@ -105,10 +105,10 @@ class Method:
                 f"{_name(self.inner)} solves a linear head, but adapts is {self.adapts!r}. Use adapts='head'."
             )
         if solves_exactly != (self.training_head == "solved"):
-            names = ", ".join(kind.__name__ for kind in Solver.registry.values() if kind.solves_exactly)
+            names = ", ".join(cls.__name__ for cls in Solver.registry.values() if cls.solves_exactly)
             raise InputError(
-                f"training_head is {self.training_head!r} with {_name(self.inner)}. Use training_head='solved' with "
-                f"the solvers that compute an optimal head ({names}), and only with them."
+                f"training_head is {self.training_head!r}, but inner is {_name(self.inner)}. Use "
+                f"training_head='solved' with the solvers that compute an optimal head ({names}), and only with them."
             )
 
     def _check_outer(self) -> None:
@@ -162,11 +162,11 @@ class Method:
 
 def test_solver_types() -> tuple[type[Solver] | type[Head], ...]:
     """Return the classes that `test_solver` accepts: solvers that start from a shared head, and test-time heads."""
-    return (*(kind for kind in Solver.registry.values() if not kind.solves_exactly), *Head.registry.values())
+    return (*(cls for cls in Solver.registry.values() if not cls.solves_exactly), *Head.registry.values())
 
 
 def method_name(method: Method) -> str:
-    """Return the name of the preset that equals a method; if there is none, what the method adapts."""
+    """Return the name of the preset that equals a method; if there is none, a text such as "adapts='head'"."""
     names = (name for name, preset in PRESETS.items() if preset == method)
     return next(names, f"adapts={method.adapts!r}")
 
@@ -243,12 +243,12 @@ def method(name: str, **options: object) -> Method:
     SVM(C=1.0, loss='squared-hinge', normalize=True)
     """
     if name not in PRESETS:
-        raise InputError(f"There is no method {name!r}. The methods are {', '.join(PRESETS)}.")
+        raise InputError(f"method is {name!r}, but must be one of {', '.join(PRESETS)}.")
     preset = PRESETS[name]
     method_fields = {field.name for field in fields(Method)}
-    for field_name, kinds in (("inner", Solver.registry.values()), ("test_solver", test_solver_types())):
+    for field_name, types in (("inner", Solver.registry.values()), ("test_solver", test_solver_types())):
         if isinstance(value := options.get(field_name), str):
-            options[field_name] = _create(field_name, value, kinds)
+            options[field_name] = _create(field_name, value, types)
     solver_field = "test_solver" if options.get("inner", preset.inner) is None else "inner"
     solver: Any = options.get(solver_field) or getattr(preset, solver_field)
     if not isinstance(solver, Solver | Head):
@@ -268,13 +268,13 @@ def method(name: str, **options: object) -> Method:
     return replace(preset, **changes)  # type: ignore[arg-type]
 
 
-def _create(field_name: str, name: str, kinds: Iterable[type[Solver] | type[Head]]) -> Solver | Head:
+def _create(field_name: str, name: str, types: Iterable[type[Solver] | type[Head]]) -> Solver | Head:
     """Return the solver or head with this name, with its default options."""
-    kind_of = {kind.name: kind for kind in kinds}
-    if name not in kind_of:
-        raise InputError(f"{field_name} is {name!r}, but must be one of {', '.join(sorted(kind_of))}.")
-    kind = kind_of[name]
-    return create_head(name) if issubclass(kind, Head) else kind()
+    type_by_name = {cls.name: cls for cls in types}
+    if name not in type_by_name:
+        raise InputError(f"{field_name} is {name!r}, but must be one of {', '.join(sorted(type_by_name))}.")
+    cls = type_by_name[name]
+    return create_head(name) if issubclass(cls, Head) else cls()
 
 
 def _name_or_repr(value: object) -> str:
@@ -282,4 +282,4 @@ def _name_or_repr(value: object) -> str:
 
 
 def _name(solver: Solver | None) -> str:
-    return "no inner solver" if solver is None else type(solver).__name__
+    return "None" if solver is None else type(solver).__name__

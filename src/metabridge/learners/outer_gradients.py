@@ -1,8 +1,8 @@
-"""The outer gradient of one task: how it treats the inner solve.
+"""Rules for the outer gradient of one task, such as "exact" or "first-order".
 
-If all layers adapt, `Task` contains the network's inputs, and `Leaves.start` all adapted parameters. If only the head
-adapts, or nothing, `Task` contains features, and `Leaves.start` is the head; the gradient with respect to the features
-is propagated into the network's body afterwards.
+If all layers adapt, `Task` contains the network's inputs, and `Leaves.initial_params` the initial values of all
+parameters that adapt. Otherwise `Task` contains features, and `Leaves.initial_params` is the initial head; the gradient
+with respect to the features is propagated into the network's body afterwards.
 
 To add an outer gradient, decorate a function with `outer_rule`, and add its name to `outer_rules` of the solvers that
 support it.
@@ -36,12 +36,12 @@ class Task(NamedTuple):
 
 
 class Leaves(NamedTuple):
-    """The variables with respect to which the outer gradient is taken.
+    """The variables with respect to which the outer gradient is computed.
 
     `support_x` and `query_x` are features, or () if all layers adapt, since inputs need no gradient.
     """
 
-    start: Params
+    initial_params: Params
     solver_params: Params
     support_x: Tensor | tuple[()] = ()
     query_x: Tensor | tuple[()] = ()
@@ -99,7 +99,7 @@ def task_gradient(
     Args:
         method: The method, whose `outer` names the rule.
         apply: Returns the outputs for parameters and inputs (or features).
-        leaves: The variables with respect to which the gradient is taken.
+        leaves: The variables with respect to which the gradient is computed.
         task: The task.
         flat: Whether to store only the parameters after each inner step, and to recompute the steps in the backward
             pass. Only exact gradients use it.
@@ -127,9 +127,9 @@ def first_order_gradient(
 def implicit_gradient(method: Method, apply: Apply, leaves: Leaves, task: Task, *, flat: bool) -> tuple[Leaves, Tensor]:
     """Solve the linear system of the optimality conditions of the inner problem.
 
-    If the solver has no `implicit_system`, differentiating its solution solves the system already. The minimum θ' of
-    the proximal problem with start θ and strength λ satisfies ∇ℓ(θ') + λ(θ' − θ) = 0, so dθ'/dθ = (I + H/λ)⁻¹ with the
-    Hessian H of ℓ (iMAML; Wang et al. 2021, table 1).
+    If the solver's `implicit_system` is None, the backward pass of `solve` already solves this system. The minimum θ'
+    of the proximal problem with initial parameters θ and strength λ satisfies ∇ℓ(θ') + λ(θ' − θ) = 0, so dθ'/dθ =
+    (I + H/λ)⁻¹ with the Hessian H of ℓ (iMAML; Wang et al. 2021, table 1).
     """
     solver = method.inner
     assert solver is not None
@@ -137,7 +137,7 @@ def implicit_gradient(method: Method, apply: Apply, leaves: Leaves, task: Task, 
     if system is None:
         return _differentiate_solve(method, apply, leaves, task, exact=True)
     problem = _inner_problem(method, apply, leaves.support_x, task)
-    adapted = solver.solve(problem, leaves.start, leaves.solver_params, exact=False)
+    adapted = solver.solve(problem, leaves.initial_params, leaves.solver_params, exact=False)
     (grad, query_x), loss = _query_gradient(method, apply, adapted, leaves, task)
 
     def support_grad(params: Params, support_x: Tensor | tuple[()]) -> Params:
@@ -161,15 +161,15 @@ def implicit_gradient(method: Method, apply: Apply, leaves: Leaves, task: Task, 
 def displacement_gradient(
     method: Method, apply: Apply, leaves: Leaves, task: Task, *, flat: bool
 ) -> tuple[Leaves, Tensor]:
-    """Return θ − θ' for the start θ and the adapted parameters θ' (Reptile; Wang et al. 2021, table 1).
+    """Return θ − θ' for the initial parameters θ and the adapted ones θ' (Reptile; Wang et al. 2021, table 1).
 
-    For the proximal problem it is multiplied by the strength λ.
+    For a proximal solver, it is multiplied by the strength λ.
     """
     assert method.inner is not None
     problem = Problem(apply, method.loss, task.support_x, task.support_y)
-    adapted = method.inner.solve(problem, leaves.start, leaves.solver_params, exact=False)
+    adapted = method.inner.solve(problem, leaves.initial_params, leaves.solver_params, exact=False)
     weight = method.inner.displacement_weight
-    displacement = {name: weight * (value - adapted[name]) for name, value in leaves.start.items()}
+    displacement = {name: weight * (value - adapted[name]) for name, value in leaves.initial_params.items()}
     solver_params = {name: torch.zeros_like(value) for name, value in leaves.solver_params.items()}
     return Leaves(displacement, solver_params), _query_loss(method, apply, adapted, (), task)
 
@@ -179,7 +179,7 @@ def plain_gradient(method: Method, apply: Apply, leaves: Leaves, task: Task, *, 
     """Return the gradient of the query loss, without an inner solve."""
 
     def objective(leaves: Leaves) -> Tensor:
-        return _query_loss(method, apply, leaves.start, leaves.query_x, task)
+        return _query_loss(method, apply, leaves.initial_params, leaves.query_x, task)
 
     return grad_and_value(objective, leaves)
 
@@ -187,13 +187,13 @@ def plain_gradient(method: Method, apply: Apply, leaves: Leaves, task: Task, *, 
 def _differentiate_solve(
     method: Method, apply: Apply, leaves: Leaves, task: Task, *, exact: bool
 ) -> tuple[Leaves, Tensor]:
-    """Return the gradient of the query loss, differentiated through `solver.solve`."""
+    """Return the gradient of the query loss, computed by differentiating through `solver.solve`."""
     solver = method.inner
     assert solver is not None
 
     def objective(leaves: Leaves) -> Tensor:
         problem = _inner_problem(method, apply, leaves.support_x, task)
-        adapted = solver.solve(problem, leaves.start, leaves.solver_params, exact=exact)
+        adapted = solver.solve(problem, leaves.initial_params, leaves.solver_params, exact=exact)
         return _query_loss(method, apply, adapted, leaves.query_x, task)
 
     return grad_and_value(objective, leaves)
@@ -202,27 +202,27 @@ def _differentiate_solve(
 def _backward_over_steps(
     method: Method, solver: IterativeSolver, apply: Apply, leaves: Leaves, task: Task
 ) -> tuple[Leaves, Tensor]:
-    """Return the exact gradient by v ← (∂step)ᵀv from the last inner step to the first, storing only the iterates.
+    """Return the exact gradient, computed by v ← (∂step)ᵀv from the last inner step to the first.
 
-    Each step is recomputed, so only the graph of one step exists at a time. For gradient descent this accumulates the
-    Hessian-vector products v ← v − α∇²ℓ v.
+    Only the parameters after each step are stored. Each step is recomputed, so only the graph of one step exists at a
+    time. For gradient descent with step size α, v ← (∂step)ᵀv is v ← v − α∇²ℓ v.
     """
 
     def step(params: Params, start: Params, solver_params: Params, support_x: Tensor | tuple[()]) -> Params:
         problem = _inner_problem(method, apply, support_x, task)
         return solver.step(problem, params, start, solver_params, exact=True)
 
-    iterates = [leaves.start]
+    iterates = [leaves.initial_params]
     for _ in range(solver.steps):
-        iterates.append(step(iterates[-1], leaves.start, leaves.solver_params, leaves.support_x))
+        iterates.append(step(iterates[-1], leaves.initial_params, leaves.solver_params, leaves.support_x))
     (grad, query_x), loss = _query_gradient(method, apply, iterates.pop(), leaves, task)
     sums = tree_map(torch.zeros_like, tuple(leaves[:3]))
     while iterates:
-        step_vjp = vjp(step, iterates.pop(), leaves.start, leaves.solver_params, leaves.support_x)
+        step_vjp = vjp(step, iterates.pop(), leaves.initial_params, leaves.solver_params, leaves.support_x)
         grad, *step_grads = step_vjp(grad)
         sums = _add(sums, tuple(step_grads))
-    start_grad, solver_grad, support_grad = sums
-    return Leaves(_add(start_grad, grad), solver_grad, support_grad, query_x), loss
+    initial_grad, solver_grad, support_grad = sums
+    return Leaves(_add(initial_grad, grad), solver_grad, support_grad, query_x), loss
 
 
 def _inner_problem(method: Method, apply: Apply, support_x: Tensor | tuple[()], task: Task) -> Problem:

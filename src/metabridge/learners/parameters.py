@@ -1,4 +1,4 @@
-"""The parameters of a method: the network's, the head rows of training classes, and the solver's."""
+"""The parameters of a method: those of the network and of the solver, and the head rows of training classes."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def parameters(method: Method, net: Network, *, classes: int | None = None, seed
 
 
 def network_name(net: Network) -> str:
-    """Return the name of the function that built the network, or its class if it was built by hand."""
+    """Return the model name of a network from `metabridge.models`, or the class name of any other network."""
     return type(net).__name__ if net.recipe is None else str(net.recipe["model"])
 
 
@@ -131,7 +131,7 @@ def check_training(
         )
     if method.training_head == "all-rows" and not episodes.is_classification and method.loss is task_loss:
         raise InputError(
-            "training_head is 'all-rows', one classifier over all classes, but the targets are values. Use "
+            "training_head is 'all-rows', one classifier over all classes, but the targets are real-valued. Use "
             "training_head='task-rows', as method('mtl') has."
         )
     low, high = int(episodes.classes.min()), int(episodes.classes.max())
@@ -159,7 +159,7 @@ def _check_common(method: Method, net: Network, params: Params, episodes: Episod
     _check_frozen(method, net, params)
     if method.inner is not None and method.inner.needs_labels and not episodes.is_classification:
         raise InputError(
-            f"{type(method.inner).__name__} needs class labels, but the targets are values. Use method('r2d2')."
+            f"{type(method.inner).__name__} needs class labels, but the targets are real-valued. Use method('r2d2')."
         )
     weight = params["head.weight"]
     if not episodes.support_x.is_floating_point():
@@ -219,7 +219,7 @@ def _check_inputs(net: Network, shape: tuple[int, ...]) -> None:
 
 
 def check_channels(net: Network, shape: tuple[int, ...]) -> None:
-    """Raise an InputError if the network was built for another number of channels, or of inputs for an MLP."""
+    """Raise an InputError if the network was built for another number of channels, or of inputs if it is an MLP."""
     recipe = net.recipe or {}
     if recipe.get("model") == "mlp":
         if recipe["inputs"] != math.prod(shape):
@@ -230,20 +230,20 @@ def check_channels(net: Network, shape: tuple[int, ...]) -> None:
         raise _wrong_shape(shape, option, recipe[option], shape[0])
 
 
-def _wrong_shape(shape: tuple[int, ...], option: str, built: object, needed: int) -> InputError:
+def _wrong_shape(shape: tuple[int, ...], option: str, value: object, needed: int) -> InputError:
     return InputError(
-        f"Inputs have shape {tuple(shape)}, but the network was built with {option}={built}. "
+        f"Inputs have shape {tuple(shape)}, but the network was built with {option}={value}. "
         f"Use a network with {option}={needed}, or other inputs."
     )
 
 
 def _check_targets(episodes: Episodes, outputs: int) -> None:
     if not episodes.is_classification:
-        values = episodes.support_y.shape[-1]
-        if values != outputs:
+        target_size = episodes.support_y.shape[-1]
+        if target_size != outputs:
             raise InputError(
-                f"Targets have {values} values each, but the head has {outputs} outputs. "
-                f"Build the network with outputs={values}."
+                f"Targets are vectors of length {target_size}, but the head has {outputs} outputs. "
+                f"Build the network with outputs={target_size}."
             )
         return
     low = min(int(episodes.support_y.min()), int(episodes.query_y.min()))
@@ -251,7 +251,7 @@ def _check_targets(episodes: Episodes, outputs: int) -> None:
     if low < 0 or high >= outputs:
         raise InputError(
             f"A label is {low if low < 0 else high}, but the head has {outputs} outputs (labels 0 to {outputs - 1}). "
-            f"Build the network with outputs={high + 1}, or use tasks of {outputs} ways."
+            f"Build the network with outputs={high + 1}, or use tasks with {outputs} classes."
         )
 
 

@@ -1,4 +1,4 @@
-"""Outer gradients summed over tasks: one task directly, several under `vmap`."""
+"""Outer gradients, summed over tasks. Several tasks are computed under `vmap`, a single task without it."""
 
 from __future__ import annotations
 
@@ -39,15 +39,16 @@ def summed_gradient(
     A single task is computed without `vmap`, which would cost time and memory on a CPU.
     """
     if method.adapts == "all":
-        return _through_all_layers(method, net, params, episodes, flat, dtype)
-    return _through_features(method, net, params, episodes, flat, dtype)
+        return _sum_if_all_layers_adapt(method, net, params, episodes, flat, dtype)
+    return _sum_from_features(method, net, params, episodes, flat, dtype)
 
 
-def _through_all_layers(
+def _sum_if_all_layers_adapt(
     method: Method, net: Network, params: Params, episodes: Episodes, flat: bool, dtype: torch.dtype | None
 ) -> tuple[Tensor, Params]:
+    """Return the sums if all layers adapt: inner solves apply the whole network."""
     leaves = Leaves(_detached(adapted_params(method, net, params)), _detached(solver_params(params)))
-    constants = {name: value.detach() for name, value in params.items() if name not in leaves.start}
+    constants = {name: value.detach() for name, value in params.items() if name not in leaves.initial_params}
 
     def gradient(*task: Tensor) -> tuple[Leaves, Tensor]:
         def apply(adapted: Params, x: Tensor) -> Tensor:
@@ -57,14 +58,14 @@ def _through_all_layers(
         return task_gradient(method, apply, leaves, Task(*task), flat=flat)
 
     grads, loss = map_over_tasks(gradient, _task_tensors(episodes))
-    sums = {name: value.sum(0) for name, value in (grads.start | grads.solver_params).items()}
+    sums = {name: value.sum(0) for name, value in (grads.initial_params | grads.solver_params).items()}
     return loss.sum(), {name: sums[name] for name in trained_names(method, net, params)}
 
 
-def _through_features(
+def _sum_from_features(
     method: Method, net: Network, params: Params, episodes: Episodes, flat: bool, dtype: torch.dtype | None
 ) -> tuple[Tensor, Params]:
-    """Apply the body to each input once; inner solves use only heads and features."""
+    """Return the sums if at most the head adapts: apply the body once to each input, then solve on the features."""
     names = trained_names(method, net, params)
     weights = _detached(params)
     with torch.enable_grad():
@@ -74,8 +75,8 @@ def _through_features(
         heads = initial_heads(method, weights, episodes)
     solver_leaves = _detached(solver_params(params))
 
-    def gradient(start: Params, *task: Tensor) -> tuple[Leaves, Tensor]:
-        leaves = Leaves(start, solver_leaves, support_x=task[0], query_x=task[2])
+    def gradient(initial_head: Params, *task: Tensor) -> tuple[Leaves, Tensor]:
+        leaves = Leaves(initial_head, solver_leaves, support_x=task[0], query_x=task[2])
         return task_gradient(method, apply_head, leaves, Task(*task), flat=flat)
 
     labels = [training_targets(method, episodes, y) for y in (episodes.support_y, episodes.query_y)]
@@ -87,13 +88,13 @@ def _through_features(
     for name, value in heads.items():
         if value.requires_grad:
             outputs.append(value)
-            cotangents.append(grads.start[name])
+            cotangents.append(grads.initial_params[name])
     net_names = [name for name in names if name not in solver_leaves]
-    leaves_of_net = [weights[name] for name in net_names]
+    net_leaves = [weights[name] for name in net_names]
     with torch.enable_grad():
         product = inner_product(outputs, cotangents)
-    values = torch.autograd.grad(product, leaves_of_net, materialize_grads=True) if net_names else ()
-    gradients = dict(zip(net_names, values)) | {name: value.sum(0) for name, value in grads.solver_params.items()}
+    net_grads = torch.autograd.grad(product, net_leaves, materialize_grads=True) if net_names else ()
+    gradients = dict(zip(net_names, net_grads)) | {name: value.sum(0) for name, value in grads.solver_params.items()}
     return loss.sum(), {name: gradients[name] for name in names}
 
 
@@ -102,9 +103,9 @@ def compute_features(
 ) -> tuple[Tensor, Tensor]:
     """Return the features of the support and query sets of all tasks, each (tasks, examples, dimension).
 
-    A network that normalizes each set by the statistics of the set is applied to each set separately. Any other network
-    is applied to the inputs of all tasks in one batch, over which batch norm in training computes its statistics (Wang
-    et al. 2021, §5.2).
+    A network with `BatchNorm(statistics="batch")` is applied to each set separately, which is normalized by its own
+    statistics. Any other network is applied to the inputs of all tasks in one batch; in training, batch norm computes
+    its statistics over this batch (Wang et al. 2021, §5.2).
     """
 
     def body(x: Tensor) -> Tensor:
@@ -135,9 +136,9 @@ def map_over_tasks(function: Callable[..., Result], arguments: tuple[object, ...
 
 
 def _loop_over_tasks(function: Callable[..., Result], arguments: tuple[object, ...]) -> Result:
-    tasks = len(tree_leaves(arguments)[0])
-    results = [function(*tree_map(itemgetter(task), arguments)) for task in range(tasks)]
-    if tasks == 1:
+    task_count = len(tree_leaves(arguments)[0])
+    results = [function(*tree_map(itemgetter(task), arguments)) for task in range(task_count)]
+    if task_count == 1:
         return tree_map(lambda tensor: tensor[None], results[0])  # type: ignore[no-any-return]
     return tree_map(lambda *tensors: torch.stack(tensors), *results)  # type: ignore[no-any-return]
 

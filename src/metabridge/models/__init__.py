@@ -45,7 +45,7 @@ __all__ = [
 BUILDERS: dict[str, Callable[..., Network]] = {
     name: getattr(import_module(module), name) for name, module in builder_modules().items()
 }
-FORMER_NAMES = {"network": "cell_network"}  # names of builders by their names in runs of version 0.1.0
+FORMER_NAMES = {"network": "cell_network"}  # from names in runs of version 0.1.0 to current names
 ARCHITECTURE_SUFFIX = ".json"
 
 
@@ -53,9 +53,9 @@ def build(model: str, **options: object) -> Network:
     """Build a network by name.
 
     Args:
-        model: "conv4", "resnet12", "mlp" or "wide"; "timm:NAME" for a model of timm; or the path of an architecture
-            file, which ends in .json. The names in recipes, "timm" and "cell_network", need the option `name` or
-            `architecture`.
+        model: "conv4", "resnet12", "mlp" or "wide"; "timm:NAME" for a timm model; or the path of an architecture file,
+            which ends in .json. The names "timm" and "cell_network", which occur in recipes, need the option `name` or
+            `architecture`, respectively.
         **options: Options of the builder, such as `filters` of `conv4`.
 
     Returns:
@@ -63,7 +63,7 @@ def build(model: str, **options: object) -> Network:
 
     Raises:
         InputError: If the model or an option is unknown or out of range, or if the network would be too large. The size
-            is checked before memory is allocated; that of a model of timm is checked during the build.
+            is checked before memory is allocated, except for timm models, whose size is checked during the build.
 
     >>> build("conv4", channels=1, size=28, outputs=5).recipe["filters"]
     32
@@ -80,7 +80,7 @@ def build(model: str, **options: object) -> Network:
         raise
     except (TypeError, ValueError, RuntimeError, ArithmeticError, LookupError, AttributeError, MemoryError) as error:
         description = ", ".join(f"{option}={value!r}" for option, value in options.items())
-        reason = str(error).partition("\n")[0]  # further lines of PyTorch's errors list signatures
+        reason = str(error).partition("\n")[0]  # the other lines of PyTorch's message list function signatures
         raise InputError(f"{model} cannot be built with {description} ({reason}).") from error
 
 
@@ -88,7 +88,7 @@ def builder(model: str, **options: object) -> partial[Network]:
     """Return the builder of a model with its options, without calling it.
 
     Args:
-        model: Name of a model or path of an architecture, as in `build`.
+        model: Name of a model or path of an architecture file, as in `build`.
         **options: Options of the builder.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Architectures of cells, and the operators of their edges, as plain data (Wang et al. 2022, §6.1).
+"""Cell architectures, and the active operators of a search, as plain data (Wang et al. 2022, §6.1).
 
 A network is a stack of normal cells and reduction cells, which halve the height and width of the feature maps. The
 inputs of a cell are the outputs of the two previous cells, called sources 0 and 1. A cell has three nodes; nodes 0 and
@@ -47,15 +47,15 @@ EdgeSets: TypeAlias = tuple[frozenset[str], ...]  # set of operators on each edg
 
 @dataclass(frozen=True)
 class Architecture:
-    """A normal cell and a reduction cell, of which a network is built.
+    """The normal cell and the reduction cell from which a network is built.
 
     Args:
         normal: Two pairs (source, operator) for each of the three nodes of the normal cell, ordered by source.
         reduction: The same for the reduction cell.
 
     Raises:
-        InputError: If a cell has another number of nodes or pairs, or an unknown source or operator, or if the sources
-            of a node are equal or not in order.
+        InputError: If a cell has the wrong number of nodes or pairs, or an unknown source or operator, or if the two
+            sources of a node are equal or not sorted.
 
     >>> import metabridge as mb
     >>> cell = [[[0, "conv_3x3"], [1, "skip"]], [[0, "skip"], [2, "skip"]], [[1, "max_pool_3x3"], [3, "skip"]]]
@@ -134,7 +134,10 @@ class Architecture:
         try:
             return cls.from_json(read_regular_file(Path(file)).decode())
         except OSError as error:
-            raise InputError(f"the architecture {file} cannot be read ({error.strerror}).") from error
+            raise InputError(
+                f"the architecture {file} cannot be read ({error.strerror}). Pass an architecture.json that metabridge "
+                "search wrote."
+            ) from error
         except ValueError as error:
             raise InputError(f"{file} does not contain an architecture: {error}") from error
 
@@ -175,7 +178,7 @@ class Architecture:
 
     @property
     def active_operators(self) -> ActiveOperators:
-        """The operators of this architecture as active operators; the other edges have none."""
+        """One active operator on each edge that the architecture uses, and none on the other edges."""
         cell_operators = (
             {(node, *pair) for node, pairs in enumerate(getattr(self, kind)) for pair in pairs} for kind in CELLS
         )
@@ -224,11 +227,13 @@ class ActiveOperators:
                 _check_operator(operator)
             for node in range(NODES):
                 if not any(edges[edge] for edge in edges_of(node)):
-                    raise InputError(f"no operator is active on any edge of node {node} of the {kind} cell. Keep one.")
+                    raise InputError(
+                        f"no operator is active on any edge of node {node} of the {kind} cell. Keep at least one."
+                    )
 
     @classmethod
     def full(cls, operators: Iterable[str] = OPERATORS) -> ActiveOperators:
-        """Return the state before pruning, in which the same operators are active on every edge.
+        """Return the initial state of a search, in which the same operators are active on every edge.
 
         Args:
             operators: The active operators.

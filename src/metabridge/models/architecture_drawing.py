@@ -59,7 +59,7 @@ def draw(architecture: Architecture, file: str | Path) -> Path:
     if file.suffix not in FORMATS:
         raise InputError(f"file is {str(file)!r}, but must end in {' or '.join(FORMATS)}.")
     stream = io.BytesIO()
-    # write the labels of an SVG as text, and the same bytes for the same cells
+    # in SVG files, keep labels as text, and make the bytes reproducible
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "metabridge"}):
         metadata = {"Date": None} if file.suffix == ".svg" else None
         figure(architecture).savefig(stream, format=file.suffix[1:], dpi=150, metadata=metadata)
@@ -129,8 +129,8 @@ def _route(source: int, node: int, side: int, end: Point) -> list[Point]:
 def _smooth(points: Sequence[Point]) -> Curve:
     """Return a curve through the points that is horizontal at each of them."""
     vertices, codes = [points[0]], [Curve.MOVETO]
-    for (x, y), (u, v) in itertools.pairwise(points):
-        vertices += [((x + u) / 2, y), ((x + u) / 2, v), (u, v)]
+    for (x0, y0), (x1, y1) in itertools.pairwise(points):
+        vertices += [((x0 + x1) / 2, y0), ((x0 + x1) / 2, y1), (x1, y1)]
         codes += [Curve.CURVE4] * 3
     return Curve(np.array(vertices), codes)
 

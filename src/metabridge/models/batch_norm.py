@@ -101,7 +101,8 @@ class BatchNorm(nn.Module):
 class _Normalize(torch.autograd.Function):
     """Return y = w·n + b, the mean μ and r = 1/√(variance + ε), where n = (x − μ)·r is the normalized x.
 
-    Under `vmap` the tasks are folded into the channels, because the second derivatives of PyTorch's own rule are wrong.
+    Under `vmap` the tasks are folded into the channels, because the second derivatives of PyTorch's own batching rule
+    are wrong.
     """
 
     @staticmethod
@@ -131,10 +132,10 @@ class _Normalize(torch.autograd.Function):
 
 
 class _NormalizeBackward(torch.autograd.Function):
-    """Return the gradients of x, w and b for the gradient g of y; μ and r are functions of x.
+    """Return the gradients with respect to x, w and b, given the gradient g with respect to y.
 
-    They are gx = w·r·(g − m(g) − n·m(g·n)), gw = Σg·n and gb = Σg, where m is the mean over
-    all axes except the channels.
+    They are gx = w·r·(g − m(g) − n·m(g·n)), gw = Σg·n and gb = Σg, where m is the mean over all axes except the
+    channels. gx includes the dependence of μ and r on x.
     """
 
     @staticmethod
@@ -195,11 +196,12 @@ class _NormalizeDoubleBackward(torch.autograd.Function):
 def _double_backward(
     g: Tensor, x: Tensor, weight: Tensor, mean: Tensor, r: Tensor, u: Tensor, v: Tensor, s: Tensor
 ) -> tuple[Tensor, ...]:
-    """Return the results of `_NormalizeDoubleBackward`: the gradients of g, x and w for the gradients u, v and s.
+    """Return the gradients with respect to g, x and w, given the gradients u, v and s (see `_NormalizeDoubleBackward`).
 
-    n, r and m are those of `_Normalize` and `_NormalizeBackward`. With c = v − w·r·m(u·n) and e = w·r·m(g·n), the
-    gradient of n is c·g − e·u. The gradients of g and x are linear combinations of u, g, n and 1 with one coefficient
-    per channel. Computing the coefficients first saves passes over the feature maps, which take most of the time.
+    n, r and m are defined in `_Normalize` and `_NormalizeBackward`. With c = v − w·r·m(u·n) and e = w·r·m(g·n), the
+    gradient with respect to n is c·g − e·u. The gradients with respect to g and x are linear combinations of u, g, n
+    and 1 with one coefficient per channel. Computing the coefficients first saves passes over the feature maps, which
+    take most of the time.
     """
     axes = [axis for axis in range(x.ndim) if axis != 1]
     w, v, s, mean, r = (_by_channel(value, x) for value in (weight, v, s, mean, r))
@@ -277,8 +279,8 @@ def group_count(channels: int, max_groups: int = 16) -> int:
 def estimate_statistics(net: nn.Module, batches: Iterable[Tensor]) -> None:
     """Measure the fixed statistics of all `BatchNorm` layers of `net` with `statistics="running"`.
 
-    Each layer gets the mean and the variance of its inputs over all batches, which have equal weights. The network
-    computes the inputs in training mode with its current parameters.
+    Each layer gets the mean and the variance of its inputs over all batches, weighted equally. The network computes the
+    inputs in training mode with its current parameters.
 
     Args:
         net: The network, which is changed in place.

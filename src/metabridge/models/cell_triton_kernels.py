@@ -52,13 +52,13 @@ def is_in_window(STRIDE, DILATION, pixel, k):
 
 @constexpr_function
 def window_below(STRIDE, DILATION, pixel, k):
-    """Return how many windows below the row's first window the window with `pixel` at position `k` lies."""
+    """Return the vertical offset, in windows, of the window with `pixel` at position `k` from the row's first one."""
     return (pixel // STRIDE - (k // 3 - 1) * DILATION) // STRIDE
 
 
 @constexpr_function
 def window_right(STRIDE, DILATION, pixel, k):
-    """Return how many windows to the right of the row's first window the window with `pixel` at position `k` lies."""
+    """Return the horizontal offset, in windows, of the window with `pixel` at position `k` from the row's first one."""
     return (pixel % STRIDE - (k % 3 - 1) * DILATION) // STRIDE
 
 
@@ -77,8 +77,9 @@ def grid_index(
     """Return the index of an element of a map, and whether the element exists.
 
     The map is the input, whose elements are pixels, or the output, whose elements are windows. The element lies `down`
-    elements below and `right` elements to the right of the row's first window or its center. HEIGHT, WIDTH and STRIDE,
-    the distance between neighboring windows, are in elements of the map.
+    elements below and `right` elements to the right of the row's first window (in the output) or of the center of this
+    window (in the input). HEIGHT, WIDTH and STRIDE, the distance between neighboring windows, are in elements of the
+    map.
     """
     ROW_GROUPS: tl.constexpr = (GRID.out_height + GRID.windows_per_row - 1) // GRID.windows_per_row
     i, j = row // GRID.out_width % ROW_GROUPS * GRID.windows_per_row * STRIDE, row % GRID.out_width * STRIDE
@@ -117,7 +118,10 @@ def containing_window_index(
 
 @jit
 def pixels_in_window(row, GRID: tl.constexpr, down: tl.constexpr, right: tl.constexpr):
-    """Return the number of pixels, without padding, of the window `down` and `right` of the row's first window."""
+    """Return the number of pixels of a window, excluding the padding.
+
+    The window lies `down` windows below and `right` windows to the right of the row's first window.
+    """
     ROW_GROUPS: tl.constexpr = (GRID.out_height + GRID.windows_per_row - 1) // GRID.windows_per_row
     i = (row // GRID.out_width % ROW_GROUPS * GRID.windows_per_row + down) * GRID.stride
     j = (row % GRID.out_width + right) * GRID.stride

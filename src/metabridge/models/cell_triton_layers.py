@@ -98,14 +98,14 @@ class _WithInput(torch.autograd.Function):
         y, *saved = layer.forward(x, *weight)
         ctx.save_for_backward(x, *weight, y, *saved)
         ctx.set_materialize_grads(False)
-        ctx.layer, ctx.inputs = layer, 1 + len(weight)
+        ctx.layer, ctx.num_inputs = layer, 1 + len(weight)
         return y, x
 
     @staticmethod
     def backward(ctx: Any, g: Tensor | None, extra_grad: Tensor | None) -> tuple[Tensor | None, ...]:
-        inputs, saved = ctx.saved_tensors[: ctx.inputs], ctx.saved_tensors[ctx.inputs :]
+        inputs, saved = ctx.saved_tensors[: ctx.num_inputs], ctx.saved_tensors[ctx.num_inputs :]
         if g is None:
-            return None, extra_grad, *[None] * (ctx.inputs - 1)
+            return None, extra_grad, *[None] * (ctx.num_inputs - 1)
         if torch.is_grad_enabled():
             grad_x, *weight_grads = differentiable_vjp((ctx.layer.reference(*inputs),), inputs, (g,))
             return None, grad_x if grad_x is None or extra_grad is None else grad_x + extra_grad, *weight_grads
@@ -136,14 +136,14 @@ class _ReluDepthwiseConv:
 
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         y, rows, grid, tile = _window_output(x, self.stride)
-        taps = weight.flatten(1).T.contiguous()
+        kernel_matrix = weight.flatten(1).T.contiguous()  # (9, c)
         kernels.relu_depthwise_conv[triton_tiles.launch_grid(rows, x.shape[1], tile)](
-            x, taps, y, rows, x.shape[1], grid, DILATION=self.dilation, **tile
+            x, kernel_matrix, y, rows, x.shape[1], grid, DILATION=self.dilation, **tile
         )
-        return y, taps
+        return y, kernel_matrix
 
     def backward(
-        self, g: Tensor, extra_grad: Tensor | None, x: Tensor, weight: Tensor, _: Tensor, taps: Tensor
+        self, g: Tensor, extra_grad: Tensor | None, x: Tensor, weight: Tensor, _: Tensor, kernel_matrix: Tensor
     ) -> tuple[Tensor, ...]:
         grad_x, c, (rows, grid) = torch.empty_like(x), x.shape[1], _window_rows(x, g, self.stride)
         tile, chunk_size, chunks = (
@@ -152,7 +152,18 @@ class _ReluDepthwiseConv:
         )
         chunk_sums = x.new_empty(chunks, 3, 3, c, dtype=torch.float32)
         kernels.relu_depthwise_conv_backward[c // tile["BC"], chunks](
-            g, extra_grad, x, taps, grad_x, chunk_sums, rows, c, grid, chunk_size, DILATION=self.dilation, **tile
+            g,
+            extra_grad,
+            x,
+            kernel_matrix,
+            grad_x,
+            chunk_sums,
+            rows,
+            c,
+            grid,
+            chunk_size,
+            DILATION=self.dilation,
+            **tile,
         )
         return grad_x, chunk_sums.sum(0).to(weight.dtype).movedim(-1, 0)[:, None]
 

@@ -155,7 +155,7 @@ def check_active_operators(net: Network, active: ActiveOperators) -> Cells:
             "net is not a network of cells, so it has no operators to deactivate. Build it with `supernet` or "
             "`cell_network`."
         )
-    missing = set(active) - set(net.features.available)
+    missing = set(active) - set(net.features.available_operators)
     if missing:
         cell, edge, operator = min(missing)
         raise InputError(
@@ -181,7 +181,7 @@ class Cells(nn.Module):
         drop_rate: Drop-path probability of every operator in training, except skips of stride 1.
 
     Raises:
-        InputError: If `norm` or `statistics` is not one of its values, or `drop_rate` is not in [0, 1).
+        InputError: If `norm` or `statistics` is not one of the values above, or `drop_rate` is not in [0, 1).
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class Cells(nn.Module):
         drop_rate: float,
     ) -> None:
         super().__init__()
-        self.available = self.active = active
+        self.available_operators = self.active = active
         self.norm, self.channels = norm, channels
         make_norm = _norm_builder(norm, statistics)
         stem_channels = NODES * channels
@@ -231,8 +231,9 @@ class Cells(nn.Module):
 class Cell(nn.Module):
     """A cell of three nodes.
 
-    Its inputs, sources 0 and 1, are the outputs of the cell before the previous one and of the previous one. The
-    modules `before` and `last` (these names are kept for compatibility with saved weights) process sources 0 and 1.
+    Its inputs are the outputs of the two previous cells: source 1 is the output of the previous cell, and source 0 that
+    of the cell before it. The modules `before` and `last` (these names are kept for compatibility with saved weights)
+    process sources 0 and 1.
 
     Args:
         active: The operators on every edge.
@@ -257,8 +258,10 @@ class Cell(nn.Module):
     ) -> None:
         super().__init__()
         self.reduction = reduction
-        self.before = (FactorizedReduce if after_reduction else _pointwise)(source_channels[0], channels, make_norm)
-        self.last = _pointwise(source_channels[1], channels, make_norm)
+        self.before = (FactorizedReduce if after_reduction else _pointwise_conv)(
+            source_channels[0], channels, make_norm
+        )
+        self.last = _pointwise_conv(source_channels[1], channels, make_norm)
         self.edges = nn.ModuleList()
         for (_, source), operators in zip(EDGES, active.reduction if reduction else active.normal):
             stride = 2 if reduction and source < 2 else 1
@@ -355,22 +358,22 @@ def _skip(channels: int, stride: int, make_norm: MakeNorm) -> nn.Module:
     return nn.Identity() if stride == 1 else FactorizedReduce(channels, channels, make_norm)
 
 
-def _factorized(channels: int, stride: int, make_norm: MakeNorm) -> nn.Module:
+def _factorized_conv(channels: int, stride: int, make_norm: MakeNorm) -> nn.Module:
     horizontal, vertical = _convolution(channels, channels, (1, 5), stride), _convolution(channels, channels, (5, 1))
     return nn.Sequential(nn.ReLU(), horizontal, vertical, make_norm(channels))
 
 
-def _separable(channels: int, stride: int, make_norm: MakeNorm, dilation: int = 1) -> nn.Sequential:
+def _separable_conv(channels: int, stride: int, make_norm: MakeNorm, dilation: int = 1) -> nn.Sequential:
     """Build ReLU, a separable convolution (a depthwise 3×3 convolution and a 1×1 convolution) and a norm."""
     depthwise = _convolution(channels, channels, 3, stride, dilation, groups=channels)
     return nn.Sequential(nn.ReLU(), depthwise, _convolution(channels, channels, 1), make_norm(channels))
 
 
-def _twice_separable(channels: int, stride: int, make_norm: MakeNorm) -> nn.Module:
-    return nn.Sequential(*_separable(channels, stride, make_norm), *_separable(channels, 1, make_norm))
+def _two_separable_convs(channels: int, stride: int, make_norm: MakeNorm) -> nn.Module:
+    return nn.Sequential(*_separable_conv(channels, stride, make_norm), *_separable_conv(channels, 1, make_norm))
 
 
-def _pointwise(in_channels: int, out_channels: int, make_norm: MakeNorm) -> nn.Module:
+def _pointwise_conv(in_channels: int, out_channels: int, make_norm: MakeNorm) -> nn.Module:
     return nn.Sequential(nn.ReLU(), _convolution(in_channels, out_channels, 1), make_norm(out_channels))
 
 
@@ -381,10 +384,10 @@ _OPERATORS: dict[str, Callable[[int, int, MakeNorm], nn.Module]] = {
     "max_pool_3x3": _max_pool,
     "avg_pool_3x3": _avg_pool,
     "skip": _skip,
-    "conv_1x5_5x1": _factorized,
-    "conv_3x3": _separable,
-    "sep_conv_3x3": _twice_separable,
-    "dil_conv_3x3": functools.partial(_separable, dilation=2),
+    "conv_1x5_5x1": _factorized_conv,
+    "conv_3x3": _separable_conv,
+    "sep_conv_3x3": _two_separable_convs,
+    "dil_conv_3x3": functools.partial(_separable_conv, dilation=2),
 }
 
 

@@ -21,8 +21,8 @@ def conv4(
 ) -> Network:
     """Build conv4: four blocks of 3×3 convolution, batch norm, 2×2 max pooling and ReLU, then a linear head.
 
-    The convolutions have no bias, because the batch norms would subtract it. Pooling comes before ReLU, which then
-    processes a quarter of the values; their order does not change the result.
+    The convolutions have no bias, because the batch norms would subtract it. Pooling comes before ReLU, so that ReLU
+    processes only a quarter of the elements. The reverse order gives the same result.
 
     Args:
         channels: Number of channels of the images.
@@ -42,7 +42,9 @@ def conv4(
     Linear(in_features=32, out_features=5, bias=True)
     """
     if size < 16:
-        raise InputError(f"size is {size}, but four poolings need at least 16×16 pixels. Use mlp for smaller images.")
+        raise InputError(
+            f"size is {size}, but four pooling layers need at least 16×16 pixels. Use mlp for smaller images."
+        )
     check_count("filters", filters)
     blocks: list[nn.Module] = []
     with seeded(seed):

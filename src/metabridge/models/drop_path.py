@@ -12,7 +12,7 @@ class Drop(nn.Module):
     """Base class of layers that drop parts of their input in training.
 
     The buffer `rate` is the current rate, and `full_rate` the rate at the end of a schedule. To follow a schedule,
-    change it in place with `layer.rate.fill_(…)`. This also takes effect in a captured CUDA graph.
+    change the buffer in place with `layer.rate.fill_(…)`. This also takes effect in a captured CUDA graph.
 
     Args:
         rate: The full rate, which is also the initial value of the buffer.

@@ -18,8 +18,8 @@ from metabridge.models.functional_call import bind_params, unregistered_tensors
 class Behavior(NamedTuple):
     """Properties of a forward pass that affect how gradients must be computed."""
 
-    random: bool  # whether it draws random numbers, for example for dropout or noise
-    weight_norm: bool  # whether it uses PyTorch's fused weight normalization, whose second derivatives are wrong
+    is_random: bool  # whether it draws random numbers, for example for dropout or noise
+    uses_weight_norm: bool  # whether it uses PyTorch's fused weight normalization, whose second derivatives are wrong
     changes_buffers: bool  # whether it changes its buffers, such as running averages
 
 
@@ -32,7 +32,8 @@ def observe(module: nn.Module, x: Tensor, params: Mapping[str, Tensor] | None = 
         InputError: If the module changes a parameter or an unregistered tensor, or reads a parameter through an object
             in which it cannot be replaced.
 
-    >>> observe(nn.Dropout(0.5), torch.ones(2, 3)).random, observe(nn.Dropout(0.5).eval(), torch.ones(2, 3)).random
+    >>> x = torch.ones(2, 3)
+    >>> observe(nn.Dropout(0.5), x).is_random, observe(nn.Dropout(0.5).eval(), x).is_random
     (True, False)
     """
     names_by_id = {id(value): name for name, value in module.named_parameters()}
@@ -40,7 +41,9 @@ def observe(module: nn.Module, x: Tensor, params: Mapping[str, Tensor] | None = 
     copies = {name: value.detach().clone() for name, value in params.items()}
     copy = bind_params(module, copies, copy_buffers=True)
     buffers_before = _buffers(copy)
-    unregistered = [(tensor, tensor._version) for tensor in unregistered_tensors(copy) if not tensor.is_inference()]
+    unregistered_before = [
+        (tensor, tensor._version) for tensor in unregistered_tensors(copy) if not tensor.is_inference()
+    ]
     observer_class = _CompilerAwareObserver if "torch._dynamo" in sys.modules else _Observer
     with torch.no_grad(), observer_class(names_by_id) as observer:
         copy(x.clone())  # the forward pass may change its input
@@ -49,16 +52,16 @@ def observe(module: nn.Module, x: Tensor, params: Mapping[str, Tensor] | None = 
             f"features changes its parameter {changed[0]!r} in a forward pass, so tasks would start from different "
             "parameters. Change it after training steps instead, and use nn.Embedding without max_norm."
         )
-    if any(tensor._version > version for tensor, version in unregistered):
+    if any(tensor._version > version for tensor, version in unregistered_before):
         raise InputError(
-            "features changes a tensor in a forward pass that is not one of its buffers, so tasks would start from "
-            "different states and a saved run would not include it. Register it with register_buffer."
+            "a forward pass of features changes a tensor that is not one of its buffers, so tasks would start from "
+            "different states and a saved run would not include the tensor. Register it with register_buffer."
         )
     buffers_after = _buffers(copy)
     changes_buffers = any(
         buffers_after[name] is not buffer or buffer._version > 0 for name, buffer in buffers_before.items()
     )
-    return Behavior(observer.random, observer.weight_norm, changes_buffers)
+    return Behavior(observer.is_random, observer.uses_weight_norm, changes_buffers)
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
@@ -66,12 +69,15 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 
 
 class _Observer(TorchDispatchMode):
-    """Record which kinds of operations run, and raise an error if one reads a parameter with an id in `names_by_id`."""
+    """Record random operations and weight normalization.
+
+    Raise an error if an operation reads one of the original parameters, whose names are in `names_by_id`.
+    """
 
     def __init__(self, names_by_id: Mapping[int, str]) -> None:
         super().__init__()
         self.names_by_id = names_by_id
-        self.random = self.weight_norm = False
+        self.is_random = self.uses_weight_norm = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -89,18 +95,18 @@ class _Observer(TorchDispatchMode):
                     "replaced. Read it as an attribute of a module, such as self.weight."
                 )
         if func.overloadpacket is torch.ops.aten._weight_norm_interface:
-            self.weight_norm = True
+            self.uses_weight_norm = True
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        # Some of these operations draw random numbers only in training or at a nonzero rate: compare the generators'
-        # states.
+        # Some operations with this tag draw random numbers only in training or at a nonzero rate, so compare the states
+        # of the generators.
         generator_args = [value for value in values if isinstance(value, torch.Generator)]
         generators = generator_args or [torch.default_generator, *torch.cuda.default_generators]
         states_before = [generator.get_state() for generator in generators]
         result = func(*args, **kwargs)
         for generator, state in zip(generators, states_before):
             if not generator.get_state().equal(state):
-                self.random = True
+                self.is_random = True
                 generator.set_state(state)
         return result
 

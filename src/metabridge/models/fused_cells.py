@@ -56,8 +56,8 @@ def _compute_nodes(cell: Cell, source_0: _Source, source_1: _Source, active: Edg
     sources = [_Source(_add_term(None, layer, source)) for layer, source in first_layers]
     for node in range(NODES):
         operators_and_sources = [(operator, sources[source]) for operator, source in cell.operators_into(node, active)]
-        identities = [source.x for operator, source in operators_and_sources if isinstance(operator, nn.Identity)]
-        total = functools.reduce(torch.add, identities) if identities else None
+        identity_terms = [source.x for operator, source in operators_and_sources if isinstance(operator, nn.Identity)]
+        total = functools.reduce(torch.add, identity_terms) if identity_terms else None
         for operator, source in operators_and_sources:
             if not isinstance(operator, nn.Identity):
                 total = _add_term(total, operator, source, cell.drop)

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from metabridge.models import fused_triton_kernels as kernels
 from metabridge.models import triton_tiles
 
-TAPS = 32  # 3×3 patches of up to three channels (27 elements) are padded to this power of two
+PATCH_SIZE = 32  # 3×3 patches of up to three channels (27 elements) are padded to this power of two
 
 
 def norm_leaky_relu(x: Tensor, weight: Tensor, bias: Tensor, eps: float, slope: float) -> Tensor:
@@ -60,7 +60,7 @@ def first_convolutions(x: Tensor, main_weight: Tensor, shortcut_weight: Tensor) 
     channels, one kernel computes both convolutions, because so few input channels do not fill cuDNN's tiles. Otherwise,
     cuDNN computes the 3×3 convolution, and a matrix product the 1×1 convolution.
     """
-    if 9 * x.shape[1] <= TAPS and main_weight.shape[0] in (32, 64, 128) and not x.requires_grad:
+    if 9 * x.shape[1] <= PATCH_SIZE and main_weight.shape[0] in (32, 64, 128) and not x.requires_grad:
         return _FirstConvolutions.apply(triton_tiles.channels_last(x), main_weight, shortcut_weight)  # type: ignore[no-any-return]
     return F.conv2d(x, main_weight, padding=1), F.linear(x.movedim(1, -1), shortcut_weight.flatten(1)).movedim(-1, 1)
 
@@ -233,7 +233,7 @@ class _FirstConvolutions(torch.autograd.Function):
         outputs = [triton_tiles.empty_map((n, out_channels, height, width), x.dtype, x.device) for _ in range(2)]
         tensors = x, triton_tiles.channels_last(main_weight), shortcut_weight, *outputs
         kernels.first_convolutions[(triton_tiles.ceil_div(rows, 256),)](
-            *tensors, rows, height, width, c, OUT_CHANNELS=out_channels, TAPS=TAPS, BR=256
+            *tensors, rows, height, width, c, OUT_CHANNELS=out_channels, PATCH_SIZE=PATCH_SIZE, BR=256
         )
         ctx.save_for_backward(x, main_weight, shortcut_weight)
         return outputs[0], outputs[1]
@@ -248,10 +248,19 @@ class _FirstConvolutions(torch.autograd.Function):
         out_channels, rows = main_weight.shape[0], triton_tiles.matrix_shape(x)[0]
         chunk_size = triton_tiles.ceil_div(triton_tiles.ceil_div(rows, triton_tiles.SUM_PROGRAMS), 64) * 64
         chunks = triton_tiles.ceil_div(rows, chunk_size)
-        chunk_sums = x.new_empty(chunks, 2, out_channels, TAPS, dtype=torch.float32)
+        chunk_sums = x.new_empty(chunks, 2, out_channels, PATCH_SIZE, dtype=torch.float32)
         tensors = x, triton_tiles.channels_last(grad_y1), triton_tiles.channels_last(grad_y2), chunk_sums
         kernels.first_convolution_weight_grads[(chunks,)](
-            *tensors, rows, chunk_size, height, width, c, OUT_CHANNELS=out_channels, TAPS=TAPS, BR=64, num_stages=2
+            *tensors,
+            rows,
+            chunk_size,
+            height,
+            width,
+            c,
+            OUT_CHANNELS=out_channels,
+            PATCH_SIZE=PATCH_SIZE,
+            BR=64,
+            num_stages=2,
         )
         weight_grads = chunk_sums.sum(0).to(main_weight.dtype)
         main_weight_grad = weight_grads[0, :, : 9 * c].reshape(out_channels, 3, 3, c).movedim(-1, 1)

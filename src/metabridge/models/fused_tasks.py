@@ -85,7 +85,7 @@ def max_unpool_2x2(values: Tensor, indices: Tensor, x: Tensor) -> Tensor:
 
 
 def gather_2x2(u: Tensor, indices: Tensor) -> Tensor:
-    """Return the values of u at the maxima of the windows."""
+    """Return the elements of the map u at the maxima of the windows."""
     u, indices = triton_tiles.channels_last(u), triton_tiles.channels_last(indices)
     _, c, height, width = u.shape
     values = torch.empty_like(indices, dtype=u.dtype)

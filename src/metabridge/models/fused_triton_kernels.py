@@ -9,8 +9,7 @@ n = (x − mean)·rstd is the normalized x.
 
 To sum over all rows, each program sums a chunk of `chunk_size` rows and stores the result in `chunk_sums`. Another
 kernel adds up the chunks, which gives `sums`. CHUNKS is the number of chunks, rounded up to a power of two (as
-`tl.arange` requires). `inverse_count` is 1 divided by the number of rows of x, so
-inverse_count · sums is a mean.
+`tl.arange` requires). `inverse_count` is 1 divided by the number of rows of x, so inverse_count · sums is a mean.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs, disable-error-code=assignment
@@ -418,17 +417,17 @@ def residual_pool_backward(
 
 
 @jit
-def load_patches(x, row, rows, height, width, c, TAPS: tl.constexpr):
-    """Load the 3×3 patch around every pixel, flattened to 9·c elements and padded with zeros to TAPS.
+def load_patches(x, row, rows, height, width, c, PATCH_SIZE: tl.constexpr):
+    """Load the 3×3 patch around every pixel, flattened to 9·c elements and padded with zeros to PATCH_SIZE.
 
     The elements of a patch are ordered by row, column and channel.
     """
-    tap = tl.arange(0, TAPS)[None, :]
-    down, right = tap // (3 * c) - 1, tap // c % 3 - 1
+    element = tl.arange(0, PATCH_SIZE)[None, :]
+    down, right = element // (3 * c) - 1, element // c % 3 - 1
     i, j = (row // width % height)[:, None], (row % width)[:, None]
     inside = (i + down >= 0) & (i + down < height) & (j + right >= 0) & (j + right < width)
-    index = (row[:, None] + down * width - 1) * c + tap % (3 * c)
-    return tl.load(x + index, mask=inside & (tap < 9 * c) & (row < rows)[:, None], other=0.0)
+    index = (row[:, None] + down * width - 1) * c + element % (3 * c)
+    return tl.load(x + index, mask=inside & (element < 9 * c) & (row < rows)[:, None], other=0.0)
 
 
 @jit
@@ -443,21 +442,22 @@ def first_convolutions(
     width,
     c,
     OUT_CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
+    PATCH_SIZE: tl.constexpr,
     BR: tl.constexpr,
 ):
     """Compute the 3×3 main and the 1×1 shortcut convolution of images, as matrix products with the same patches.
 
     Numbers 1 and 2 in names stand for main and shortcut.
     """
-    row, out_channel, tap = (
+    row, out_channel, element = (
         tl.program_id(0) * BR + tl.arange(0, BR),
         tl.arange(0, OUT_CHANNELS)[None, :],
-        tl.arange(0, TAPS)[:, None],
+        tl.arange(0, PATCH_SIZE)[:, None],
     )
-    patches = load_patches(x, row, rows, height, width, c, TAPS)
-    w1 = tl.load(main_weight + out_channel * 9 * c + tap, mask=tap < 9 * c, other=0.0)
-    w2 = tl.load(shortcut_weight + out_channel * c + tap - 4 * c, mask=(tap >= 4 * c) & (tap < 5 * c), other=0.0)
+    patches = load_patches(x, row, rows, height, width, c, PATCH_SIZE)
+    w1 = tl.load(main_weight + out_channel * 9 * c + element, mask=element < 9 * c, other=0.0)
+    center = element - 4 * c  # the 1×1 convolution reads only the center of a patch
+    w2 = tl.load(shortcut_weight + out_channel * c + center, mask=(center >= 0) & (center < c), other=0.0)
     index = row[:, None].to(tl.int64) * OUT_CHANNELS + out_channel
     inside = (row < rows)[:, None]
     tl.store(y1 + index, tl.dot(patches, w1, input_precision="ieee"), mask=inside)
@@ -476,29 +476,29 @@ def first_convolution_weight_grads(
     width,
     c,
     OUT_CHANNELS: tl.constexpr,
-    TAPS: tl.constexpr,
+    PATCH_SIZE: tl.constexpr,
     BR: tl.constexpr,
 ):
     """Sum the weight gradients of both convolutions over a chunk.
 
     `g1` and `g2` are the gradients with respect to the outputs of the main and the shortcut convolution.
     """
-    out_channel, tap = tl.arange(0, OUT_CHANNELS), tl.arange(0, TAPS)
+    out_channel, element = tl.arange(0, OUT_CHANNELS), tl.arange(0, PATCH_SIZE)
     start = tl.program_id(0) * chunk_size
-    grads1 = tl.zeros([OUT_CHANNELS, TAPS], tl.float32)
-    grads2 = tl.zeros([OUT_CHANNELS, TAPS], tl.float32)
+    grads1 = tl.zeros([OUT_CHANNELS, PATCH_SIZE], tl.float32)
+    grads2 = tl.zeros([OUT_CHANNELS, PATCH_SIZE], tl.float32)
     for offset in range(start, tl.minimum(start + chunk_size, rows), BR):
         row = offset + tl.arange(0, BR)
-        patches = load_patches(x, row, rows, height, width, c, TAPS)
+        patches = load_patches(x, row, rows, height, width, c, PATCH_SIZE)
         index = row[:, None].to(tl.int64) * OUT_CHANNELS + out_channel[None, :]
         inside = (row < rows)[:, None]
         grad_y1 = tl.load(g1 + index, mask=inside, other=0.0)
         grad_y2 = tl.load(g2 + index, mask=inside, other=0.0)
         grads1 = tl.dot(tl.trans(grad_y1), patches, grads1, input_precision="ieee")
         grads2 = tl.dot(tl.trans(grad_y2), patches, grads2, input_precision="ieee")
-    index = (tl.program_id(0) * 2 * OUT_CHANNELS + out_channel[:, None]) * TAPS + tap[None, :]
+    index = (tl.program_id(0) * 2 * OUT_CHANNELS + out_channel[:, None]) * PATCH_SIZE + element[None, :]
     tl.store(chunk_sums + index, grads1)
-    tl.store(chunk_sums + index + OUT_CHANNELS * TAPS, grads2)
+    tl.store(chunk_sums + index + OUT_CHANNELS * PATCH_SIZE, grads2)
 
 
 @jit

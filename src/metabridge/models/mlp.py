@@ -43,7 +43,7 @@ def mlp(
     """Build a fully connected network on flattened inputs. The defaults are MAML's for sinusoid regression.
 
     Args:
-        inputs: Number of values of a flattened input.
+        inputs: Number of elements of a flattened input.
         outputs: Number of outputs of the head.
         width: Number of units per hidden layer.
         depth: Number of hidden layers.

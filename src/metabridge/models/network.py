@@ -26,7 +26,7 @@ P = ParamSpec("P")
 
 
 class Network(nn.Module):
-    """A network of features φ_θ(x) and a linear head.
+    """A network that consists of a feature extractor φ_θ and a linear head.
 
     `features` must compute the features of each input independently of the other inputs of the batch, except in batch
     norms. Otherwise the results depend on the mode of the `Engine`, because methods that adapt only the head may
@@ -82,20 +82,20 @@ class Network(nn.Module):
             The network.
 
         Raises:
-            InputError: If `features` fails on the example, or returns features of another shape.
+            InputError: If `features` fails on the example, or does not return features of shape (n, dimension).
 
         >>> Network.around(nn.Flatten(), torch.zeros(2, 3, 4, 4), outputs=5).head
         Linear(in_features=48, out_features=5, bias=True)
         """
         features = replace_batch_norm(features, statistics)
         try:
-            with seeded(seed), torch.no_grad():  # dropout draws random numbers
+            with seeded(seed), torch.no_grad():  # seeded, because dropout draws random numbers
                 result = features(example)
         except InputError:
             raise
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             raise InputError(
-                f"features cannot compute the example, {describe(example)} on {example.device} ({error}). "
+                f"features cannot process the example, {describe(example)} on {example.device} ({error}). "
                 "Pass an example with the shape, dtype and device that features expects."
             ) from error
         description = describe(result) if isinstance(result, Tensor) else f"a {type(result).__name__}"
@@ -141,12 +141,12 @@ def frozen_names(net: nn.Module) -> frozenset[str]:
 
 
 def call_with_params(module: nn.Module, params: Params, x: Tensor) -> Any:
-    """Return `module(x)`, computed with the parameters in `params` instead of the module's parameters of these names.
+    """Return `module(x)`, with the tensors in `params` in place of the module's parameters of the same names.
 
-    If several layers share a parameter, `params` contains only its first name, and it is replaced in all layers. All
-    its names are passed to `torch.func.functional_call`, which otherwise leaves the new parameters in the module if a
-    layer has two names. Hooks of the layers run. Threads must not share the module, because it is changed during the
-    call.
+    If several layers share a parameter, `params` contains only its first name, and the parameter is replaced in all
+    layers. All its names are passed to `torch.func.functional_call`, which otherwise leaves the new parameters in the
+    module if a layer has two names. Hooks of the layers run. Threads must not share the module, because it is changed
+    during the call.
     """
     names_by_id: dict[int, list[str]] = {}
     for path, layer in module.named_modules():
@@ -172,7 +172,7 @@ def apply_features(net: Network, params: Params, x: Tensor, dtype: torch.dtype |
     """
     body = body_params(params)
     result_dtype = x.dtype if x.is_floating_point() else net.head.weight.dtype
-    # PyTorch's convolutions and poolings are faster in channels-last format on a CPU, and on a GPU in low precision
+    # convolution and pooling layers are faster in channels-last format on a CPU, and on a GPU in low precision
     low_precision = dtype is not None and dtype != result_dtype
     if x.ndim == 4 and not inside_transform() and (low_precision or x.device.type == "cpu"):
         x = x.to(memory_format=torch.channels_last)
@@ -220,12 +220,12 @@ class _Cast(torch.autograd.Function):
 
 def _cast(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
     formats = [torch.channels_last if tensor.ndim == 4 else torch.preserve_format for tensor in tensors]
-    cast = tuple(
+    results = tuple(
         torch.empty_like(tensor, dtype=dtype, memory_format=memory_format)
         for tensor, memory_format in zip(tensors, formats)
     )
-    torch._foreach_copy_(cast, tensors)
-    return cast
+    torch._foreach_copy_(results, tensors)
+    return results
 
 
 def apply_head(params: Params, features: Tensor) -> Tensor:
@@ -234,7 +234,7 @@ def apply_head(params: Params, features: Tensor) -> Tensor:
 
 
 def stores_build_arguments(build: Callable[P, Network]) -> Callable[P, Network]:
-    """Decorate a builder so that it stores its name and arguments in `recipe`, from which a saved run is rebuilt."""
+    """Decorate a builder so that it stores its name and arguments in `recipe`, from which `build` rebuilds the net."""
 
     @functools.wraps(build)
     def builder(*args: P.args, **options: P.kwargs) -> Network:

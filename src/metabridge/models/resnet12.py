@@ -32,15 +32,15 @@ def resnet12(
     """Build ResNet-12: four residual blocks of three 3×3 convolutions, global average pooling and a linear head.
 
     DropBlock follows the last two blocks, with squares of 5×5 pixels for images of at least 64×64 pixels and of 2×2
-    pixels for smaller images. If `dropout` is not 0, it follows the other blocks; the public code of MetaOptNet and RFS
-    uses it with rate 0.1, but their papers do not mention it.
+    pixels for smaller images. If `dropout` is not 0, dropout layers follow the other blocks; the public code of
+    MetaOptNet and RFS uses dropout with rate 0.1, but their papers do not mention it.
 
     Args:
         channels: Number of channels of the images.
         size: Height and width of the images in pixels, at least 16.
         outputs: Number of outputs of the head.
         widths: Number of output channels of each block.
-        drop_rate: Full rate of DropBlock.
+        drop_rate: Full rate of DropBlock, see `Drop`.
         dropout: Probability of dropout after the other blocks.
         unit_norm: Whether to scale the features to length 1, as in MTL (Wang et al. 2021, §5.2).
         statistics: Statistics of the batch norms, see `BatchNorm`.
@@ -56,7 +56,9 @@ def resnet12(
     Linear(in_features=640, out_features=5, bias=True)
     """
     if size < 16:
-        raise InputError(f"size is {size}, but four poolings need at least 16×16 pixels. Use mlp for smaller images.")
+        raise InputError(
+            f"size is {size}, but four pooling layers need at least 16×16 pixels. Use mlp for smaller images."
+        )
     for width in widths:
         check_count("widths", width)
     check_drop_rate("drop_rate", drop_rate)
@@ -82,7 +84,7 @@ class DropBlock(Drop):
 
     Args:
         rate: The full rate, see `Drop`.
-        size: Side of the squares in pixels. In smaller maps, the squares have the shorter side of the map.
+        size: Height and width of the squares in pixels. If a map is smaller, the squares are as large as fits into it.
 
     >>> DropBlock(0.5, 2).eval()(torch.ones(1, 1, 4, 4)).sum()
     tensor(16.)
@@ -138,8 +140,8 @@ NEGATIVE_SLOPE = 0.1  # of every LeakyReLU
 class _ResidualBlock(nn.Module):
     """Three convolutions with a shortcut.
 
-    Pooling comes before the last LeakyReLU, which then processes a quarter of the values; their order does not change
-    the result.
+    Pooling comes before the last LeakyReLU, so that the latter processes only a quarter of the elements. The reverse
+    order gives the same result.
     """
 
     def __init__(self, in_channels: int, out_channels: int, statistics: Statistics) -> None:

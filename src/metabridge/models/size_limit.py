@@ -22,8 +22,8 @@ class SizeLimit(TorchFunctionMode):
     """Context manager that raises an `InputError` when too many tensors, or too many values in them, are created.
 
     It counts the tensors that are created from a shape, such as weights of layers and example inputs. On the meta
-    device, where tensors need no memory, layers skip their initialization inside the context, because PyTorch would
-    import modules for it that load slowly.
+    device, where tensors need no memory, layers skip their initialization inside the context, because PyTorch's
+    initialization on the meta device imports modules that load slowly.
 
     Args:
         values: Maximum number of values in all tensors together.
@@ -48,7 +48,7 @@ class SizeLimit(TorchFunctionMode):
             return args[0]
         if func in _FACTORIES and args:
             shape = args[0] if isinstance(args[0], list | tuple) else args
-            if all(isinstance(side, int) for side in shape):
+            if all(isinstance(size, int) for size in shape):
                 self._count("values in its tensors", math.prod(shape))
                 self._count("tensors", 1)
         return func(*args, **(kwargs or {}))

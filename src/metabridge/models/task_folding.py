@@ -1,10 +1,10 @@
-"""Convolutions and max poolings of many tasks at once under `vmap`, with different weights for each task.
+"""Convolution and max pooling under `vmap` over tasks, with separate weights for each task.
 
-The tasks are folded into the channels, as in `BatchNorm`: a convolution gets one group per task, and max pooling does
-not change. Feature maps thus keep one layout in all layers, in the forward pass and in the first and second backward
-pass, whereas PyTorch's rules for `vmap` copy them in every layer. On a GPU the maps are channels-last. Groups with few
-channels, such as the colors of an image, are padded with zero channels to the size that tensor cores need, because a
-GPU would otherwise process the tasks one by one.
+The tasks are folded into the channels, as in `batch_norm`: the number of groups of a convolution is multiplied by the
+number of tasks, and max pooling treats the channels of all tasks alike. Feature maps thus keep one layout in all
+layers, in the forward, backward and double backward pass, whereas PyTorch's batching rules for `vmap` copy them in
+every layer. On a GPU the maps are channels-last. Groups with few channels, such as the colors of an image, are padded
+with zero channels to the size that tensor cores need, because a GPU would otherwise process the tasks one by one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ from torch.overrides import TorchFunctionMode
 from metabridge.models import triton_support
 
 ConvSettings = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # stride, padding and dilation
-POOL_2X2 = (2, 2), (2, 2), (0, 0), (1, 1), False  # kernel size, stride, padding, dilation and ceil mode
+PoolSettings = tuple[Any, ...]  # kernel size, stride, padding, dilation and ceil mode
+POOL_2X2 = (2, 2), (2, 2), (0, 0), (1, 1), False
 
 
 class Folding(TorchFunctionMode):
-    """Context manager that replaces convolutions and max poolings of batches of images by those of this module."""
+    """Context manager that replaces convolution and max pooling of image batches by the functions of this module."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the replacement of `func` if there is one, and `func` otherwise."""
@@ -38,7 +39,7 @@ class Folding(TorchFunctionMode):
 
 
 def is_faster(x: Tensor) -> bool:
-    """Return whether folding is faster than PyTorch's rules for `vmap`, which is true only on a GPU."""
+    """Return whether folding is faster than PyTorch's batching rules for `vmap`, which is true only on a GPU."""
     return x.is_cuda
 
 
@@ -82,19 +83,19 @@ def _max_pool2d(
     return_indices: bool = False,
 ) -> Tensor:
     size = _pair(kernel_size)
-    window = size, _pair(stride or size), _pair(padding), _pair(dilation), ceil_mode
-    return _MaxPool.apply(x, window)[0]  # type: ignore[no-any-return]
+    pool_settings = size, _pair(stride or size), _pair(padding), _pair(dilation), ceil_mode
+    return _MaxPool.apply(x, pool_settings)[0]  # type: ignore[no-any-return]
 
 
 def _pair(value: Any) -> tuple[int, int]:
-    """Return the values of an option for height and width."""
+    """Return an option, such as the stride, as a pair for height and width."""
     return (value, value) if isinstance(value, int) else tuple(value) * (2 // len(value))
 
 
 class _Convolution(torch.autograd.Function):
     """The convolution y = x ∗ w.
 
-    Its gradients are `_InputGrad` and `_WeightGrad`, whose gradients are again one of these three functions.
+    `_InputGrad` and `_WeightGrad` compute its gradients. Their gradients are computed by these three functions, too.
     """
 
     @staticmethod
@@ -123,15 +124,18 @@ class _Convolution(torch.autograd.Function):
 
 
 class _InputGrad(torch.autograd.Function):
-    """The gradient with respect to x, of height and width `size`, for the gradient g with respect to y = x ∗ w."""
+    """The gradient with respect to x, given the gradient g with respect to y = x ∗ w.
+
+    `size` is the height and width of x.
+    """
 
     @staticmethod
     def forward(g: Tensor, weight: Tensor, size: tuple[int, int], settings: ConvSettings, groups: int) -> Tensor:
-        smallest_sides = (
+        min_sizes = (  # the smallest height and width of x with which y has the height and width of g
             (out - 1) * stride - 2 * padding + dilation * (kernel - 1) + 1
             for out, kernel, stride, padding, dilation in zip(g.shape[2:], weight.shape[2:], *settings)
         )
-        output_padding = tuple(side - smallest for side, smallest in zip(size, smallest_sides))
+        output_padding = tuple(x_size - min_size for x_size, min_size in zip(size, min_sizes))
         return _convolve(_channels_last(g), _channels_last(weight), settings, groups, output_padding)
 
     @staticmethod
@@ -140,11 +144,13 @@ class _InputGrad(torch.autograd.Function):
         ctx.save_for_backward(g, weight)
 
     @staticmethod
-    def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         g, weight = ctx.saved_tensors
         needs_g_grad, needs_w_grad = ctx.needs_input_grad[:2]
-        g_grad = _Convolution.apply(u, weight, ctx.settings, ctx.groups) if needs_g_grad else None
-        w_grad = _WeightGrad.apply(u, g, weight.shape[2:], ctx.settings, ctx.groups) if needs_w_grad else None
+        g_grad = _Convolution.apply(grad_output, weight, ctx.settings, ctx.groups) if needs_g_grad else None
+        w_grad = None
+        if needs_w_grad:
+            w_grad = _WeightGrad.apply(grad_output, g, weight.shape[2:], ctx.settings, ctx.groups)
         return g_grad, w_grad, None, None, None
 
     @staticmethod
@@ -162,7 +168,10 @@ class _InputGrad(torch.autograd.Function):
 
 
 class _WeightGrad(torch.autograd.Function):
-    """The gradient with respect to w, of height and width `size`, for the gradient g with respect to y = x ∗ w."""
+    """The gradient with respect to w, given the gradient g with respect to y = x ∗ w.
+
+    `size` is the height and width of w.
+    """
 
     @staticmethod
     def forward(x: Tensor, g: Tensor, size: tuple[int, int], settings: ConvSettings, groups: int) -> Tensor:
@@ -180,11 +189,11 @@ class _WeightGrad(torch.autograd.Function):
         ctx.save_for_backward(x, g)
 
     @staticmethod
-    def backward(ctx: Any, v: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         x, g = ctx.saved_tensors
         needs_x_grad, needs_g_grad = ctx.needs_input_grad[:2]
-        x_grad = _InputGrad.apply(g, v, x.shape[2:], ctx.settings, ctx.groups) if needs_x_grad else None
-        g_grad = _Convolution.apply(x, v, ctx.settings, ctx.groups) if needs_g_grad else None
+        x_grad = _InputGrad.apply(g, grad_output, x.shape[2:], ctx.settings, ctx.groups) if needs_x_grad else None
+        g_grad = _Convolution.apply(x, grad_output, ctx.settings, ctx.groups) if needs_g_grad else None
         return x_grad, g_grad, None, None, None
 
     @staticmethod
@@ -238,19 +247,22 @@ def _pad_weight(weight: Tensor, groups: int) -> Tensor:
 
 
 class _MaxPool(torch.autograd.Function):
-    """The maximum of each window, and the index of its pixel: in the map, or in the window if the pooling is fused."""
+    """The maximum of each window and its index.
+
+    The index refers to the feature map or, if the kernel of `fused_tasks` is used, to the window.
+    """
 
     @staticmethod
-    def forward(x: Tensor, window: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
-        if window == POOL_2X2 and triton_support.can_fuse_tasks(x):
+    def forward(x: Tensor, pool_settings: PoolSettings) -> tuple[Tensor, Tensor]:
+        if pool_settings == POOL_2X2 and triton_support.can_fuse_tasks(x):
             from metabridge.models.fused_tasks import max_pool_2x2
 
             return max_pool_2x2(x)  # with indices in uint8
-        return torch.ops.aten.max_pool2d_with_indices(_channels_last(x), *window)  # type: ignore[no-any-return]
+        return torch.ops.aten.max_pool2d_with_indices(_channels_last(x), *pool_settings)  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        x, ctx.window = inputs
+        x, ctx.pool_settings = inputs
         ctx.mark_non_differentiable(output[1])
         ctx.set_materialize_grads(False)  # indices have no gradient
         ctx.save_for_backward(x, output[1])
@@ -258,38 +270,38 @@ class _MaxPool(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         x, indices = ctx.saved_tensors
-        return _MaxUnpool.apply(g, indices, x, ctx.window), None
+        return _MaxUnpool.apply(g, indices, x, ctx.pool_settings), None
 
     @staticmethod
     def vmap(
-        info: Any, dims: tuple[Any, ...], x: Tensor, window: tuple[Any, ...]
+        info: Any, dims: tuple[Any, ...], x: Tensor, pool_settings: PoolSettings
     ) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
-        y, indices = _MaxPool.apply(fold(info, dims[0], x, 1), window)
+        y, indices = _MaxPool.apply(fold(info, dims[0], x, 1), pool_settings)
         return (unfold(info, y, 1), unfold(info, indices, 1)), (1, 1)
 
 
 class _MaxUnpool(torch.autograd.Function):
-    """Maps of the same shape as x, with `values` at the indices of the maxima and zeros elsewhere."""
+    """Feature maps of the same shape as x, with `values` at the indices of the maxima and zeros elsewhere."""
 
     @staticmethod
-    def forward(values: Tensor, indices: Tensor, x: Tensor, window: tuple[Any, ...]) -> Tensor:
+    def forward(values: Tensor, indices: Tensor, x: Tensor, pool_settings: PoolSettings) -> Tensor:
         if indices.dtype == torch.uint8:  # from the fused 2×2 pooling
             from metabridge.models.fused_tasks import max_unpool_2x2
 
             return max_unpool_2x2(values, indices, x)
         return torch.ops.aten.max_pool2d_with_indices_backward(  # type: ignore[no-any-return]
-            _channels_last(values), _channels_last(x), *window, _channels_last(indices)
+            _channels_last(values), _channels_last(x), *pool_settings, _channels_last(indices)
         )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, indices, x, ctx.window = inputs
+        _, indices, x, ctx.pool_settings = inputs
         ctx.save_for_backward(indices, x)
 
     @staticmethod
-    def backward(ctx: Any, u: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         indices, x = ctx.saved_tensors
-        return _Gather.apply(u, indices, x, ctx.window), None, None, None
+        return _Gather.apply(grad_output, indices, x, ctx.pool_settings), None, None, None
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
@@ -297,15 +309,15 @@ class _MaxUnpool(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """The values of maps at the indices of the maxima; the transpose of `_MaxUnpool`."""
+    """The elements of feature maps u at the indices of the maxima: the transpose of `_MaxUnpool`."""
 
     @staticmethod
-    def forward(u: Tensor, indices: Tensor, x: Tensor, window: tuple[Any, ...]) -> Tensor:
+    def forward(u: Tensor, indices: Tensor, x: Tensor, pool_settings: PoolSettings) -> Tensor:
         if indices.dtype == torch.uint8:  # from the fused 2×2 pooling
             from metabridge.models.fused_tasks import gather_2x2
 
             return gather_2x2(u, indices)
-        # in the order of the memory layout, so that flatten makes no copy
+        # permute to the order of the memory layout, so that flatten makes no copy
         order = (0, 2, 3, 1) if u.is_contiguous(memory_format=torch.channels_last) else (0, 1, 2, 3)
         axis = order.index(2)
         u, indices = (value.permute(order) for value in (u, indices))
@@ -314,13 +326,13 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, indices, x, ctx.window = inputs
+        _, indices, x, ctx.pool_settings = inputs
         ctx.save_for_backward(indices, x)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
         indices, x = ctx.saved_tensors
-        return _MaxUnpool.apply(g, indices, x, ctx.window), None, None, None
+        return _MaxUnpool.apply(g, indices, x, ctx.pool_settings), None, None, None
 
     @staticmethod
     def vmap(info: Any, dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
@@ -332,7 +344,8 @@ def _fold_apply_unfold(
 ) -> tuple[Tensor, int]:
     """Fold the tasks into the channels of the maps, apply `function`, and unfold the tasks of its result.
 
-    `inputs` are the arguments of `function`: maps, and last a window.
+    `inputs` are the arguments of `function`: feature maps, followed by the pooling settings.
     """
-    *maps, window = inputs
-    return unfold(info, function(*(fold(info, dim, value, 1) for dim, value in zip(dims, maps)), window), 1), 1
+    *maps, pool_settings = inputs
+    folded_maps = (fold(info, dim, value, 1) for dim, value in zip(dims, maps))
+    return unfold(info, function(*folded_maps, pool_settings), 1), 1

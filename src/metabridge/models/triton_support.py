@@ -11,7 +11,7 @@ CHANNEL_MULTIPLE = 16  # the kernels need a number of channels that is divisible
 
 
 def can_fuse(x: Tensor, channels: int) -> bool:
-    """Return whether to use `fused_layers`: to compute gradients in low precision on a GPU, outside `torch.func`."""
+    """Return whether to use `fused_layers`: for gradients in low precision on a GPU, outside of `torch.func`."""
     low_precision = x.dtype in (torch.bfloat16, torch.float16)
     needs_grad = torch.is_grad_enabled() and not inside_transform() and not torch.compiler.is_compiling()
     return low_precision and needs_grad and _device_supported(x, channels)

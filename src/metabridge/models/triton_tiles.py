@@ -28,7 +28,7 @@ def empty_map(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
 
 
 def matrix_shape(x: Tensor) -> tuple[int, int]:
-    """Return the shape of the matrix as which a kernel treats x."""
+    """Return the number of rows and columns of x as a matrix."""
     return x.numel() // x.shape[1], x.shape[1]
 
 
@@ -46,8 +46,8 @@ def launch_grid(rows: int, channels: int, tile: dict[str, int]) -> tuple[int]:
 def row_chunks(rows: int, channels: int, programs: int = SUM_PROGRAMS) -> tuple[int, int]:
     """Divide a sum over all rows into chunks: return the number of rows per chunk and the number of chunks."""
     tile = tile_shape(channels)
-    target = max(1, programs // (channels // tile["BC"]))
-    chunk_size = ceil_div(ceil_div(rows, target), tile["BR"]) * tile["BR"]
+    target_chunks = max(1, programs // (channels // tile["BC"]))
+    chunk_size = ceil_div(ceil_div(rows, target_chunks), tile["BR"]) * tile["BR"]
     return chunk_size, ceil_div(rows, chunk_size)
 
 

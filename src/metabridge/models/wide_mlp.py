@@ -1,4 +1,4 @@
-"""Wide networks in the NTK parameterization, whose training the infinite-width kernels predict."""
+"""Wide networks in the neural tangent kernel (NTK) parameterization, whose training infinite-width kernels predict."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def wide(
     """Build a fully connected network in the NTK parameterization (Wang et al. 2021, app. A.3).
 
     A layer with n inputs computes σ_w/√n · Wx + σ_b · b. All weights and biases are initially standard normal. The
-    factor σ_w/√n of the last layer is part of the features, so that inner products of features estimate the NNGP
-    kernel. The head has no bias.
+    factor σ_w/√n of the last layer is part of the features, so that inner products of features estimate the kernel of
+    the neural network Gaussian process (NNGP). The head has no bias.
 
     Args:
-        inputs: Number of values of a flattened input.
+        inputs: Number of elements of a flattened input.
         outputs: Number of outputs of the head.
         width: Number of units per hidden layer.
         depth: Number of layers with weights, including the head.

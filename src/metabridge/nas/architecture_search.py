@@ -82,9 +82,10 @@ class SearchResult(NamedTuple):
 class SearchConfig:
     """The settings of an architecture search.
 
-    The kernel is computed in a supernet with as many cells and channels as the final network, and linear regions are
-    counted in a thin supernet of three cells, both at initialization. Both proxies are averaged over `repeats`
-    initializations and batches of tasks. These differ between rounds, and are the same for all candidates of a round.
+    The condition number of the kernel is computed for a supernet with as many cells and channels as the final network,
+    and linear regions are counted in a supernet of three cells whose first cell has one channel, both at
+    initialization. Both scores are averaged over `repeats` initializations and batches of tasks, which differ between
+    the rounds of the search but are the same for all candidates of a round.
 
     Args:
         kernel: Kernel whose condition number guides the search together with linear regions: "maml" or "anil"
@@ -97,9 +98,9 @@ class SearchConfig:
         shots: Number of support images per class.
         queries: Number of query images per class.
         repeats: Number of initializations and batches of tasks to average over.
-        adaptation_time: Adaptation time λτ of the kernel: learning rate times steps, or inf for convergence.
+        adaptation_time: Adaptation time λτ of the kernel (learning rate times number of steps), or inf for convergence.
         ridge: Number added to the diagonal of the kernel matrices that adaptation inverts.
-        region_inputs: Number of random 3×3 image patches by which linear regions are counted.
+        region_inputs: Number of random 3×3 image patches used to count linear regions.
         operators: Operators to choose from.
         seed: Seed of all random numbers.
 
@@ -192,9 +193,9 @@ def search(
         shots: Number of support images per class.
         queries: Number of query images per class.
         repeats: Number of initializations and batches of tasks to average over.
-        adaptation_time: Adaptation time λτ of the kernel: learning rate times steps, or inf for convergence.
+        adaptation_time: Adaptation time λτ of the kernel (learning rate times number of steps), or inf for convergence.
         ridge: Number added to the diagonal of the kernel matrices that adaptation inverts.
-        region_inputs: Number of random 3×3 image patches by which linear regions are counted.
+        region_inputs: Number of random 3×3 image patches used to count linear regions.
         operators: Operators to choose from.
         seed: Seed of all random numbers.
         device: Device to compute on, such as "cpu" or "cuda".
@@ -302,19 +303,20 @@ def _find_architecture(
                     "The time limit is reached. Run the same search with the same `out` again to continue it."
                 )
 
-    full = ActiveOperators.full(config.operators)
+    all_operators = ActiveOperators.full(config.operators)
     with progress_bar(progress) as bar:
-        task = bar.add_task("search", total=count_evaluations(full, config.repeats), status="")
+        task = bar.add_task("search", total=count_evaluations(all_operators, config.repeats), status="")
         search_log.on_score = lambda round_index, count: bar.update(
             task, completed=count, status=f"round {round_index + 1}"
         )
-        return prune(full, score_until_deadline, repeats=config.repeats, search_log=search_log)
+        return prune(all_operators, score_until_deadline, repeats=config.repeats, search_log=search_log)
 
 
 def _fingerprint(images: LabeledImages, indices: Tensor) -> str:
-    """Return the number of indices, and a checksum of the images and labels at these indices or at some of them.
+    """Return the number of indices, and a checksum of the images and labels at these indices.
 
-    Search logs store this text, so it must not change.
+    If there are more than `MAX_FINGERPRINTED_IMAGES` indices, the checksum covers evenly spaced ones. Search logs
+    store this text, so it must not change.
     """
     subset = indices[:: math.ceil(len(indices) / MAX_FINGERPRINTED_IMAGES)]
     checksum = 0
@@ -324,7 +326,7 @@ def _fingerprint(images: LabeledImages, indices: Tensor) -> str:
 
 
 class ProxyEvaluator:
-    """Computes the proxies of the candidates of a search, as the argument `score_candidates` of `prune`.
+    """Computes the scores of the candidates of a search. It is passed to `prune` as `score_candidates`.
 
     Args:
         config: Settings of the search.
@@ -414,7 +416,7 @@ class ProxyEvaluator:
         """Return random patches (region_inputs, 1, 3, 3), each from a random channel of a random training image."""
         images, count = self.images.images, self.config.region_inputs
         image_indices = self.environment.image_indices
-        limits = (len(image_indices), images.shape[1], *(side - PATCH_SIZE + 1 for side in images.shape[2:]))
+        limits = (len(image_indices), images.shape[1], *(length - PATCH_SIZE + 1 for length in images.shape[2:]))
         image, channel, top, left = (torch.randint(limit, (count, 1, 1), generator=generator) for limit in limits)
         offsets = torch.arange(PATCH_SIZE)
         indices = (image_indices[image], channel, top + offsets[:, None], left + offsets)
@@ -443,7 +445,7 @@ def score_architecture(
     """Compute the proxies of an architecture at initialization, as in a search.
 
     Args:
-        architecture: The cells.
+        architecture: The architecture to score.
         images: Data set with a "train" split.
         config: Settings; `kernel` selects the kernel, with "none" for linear regions alone.
         device: Device to compute on.
@@ -474,7 +476,7 @@ def score_model(
     different region, which says nothing about the model and is reported as a failure.
 
     Args:
-        model: Path of an `architecture.json`, or a model name that `metabridge.models.build` takes.
+        model: Path of an `architecture.json`, or a model name that `metabridge.models.build` accepts.
         images: Data set with a "train" split.
         config: Settings: `kernel` selects the proxy, with "none" for linear regions.
         device: Device to compute on.

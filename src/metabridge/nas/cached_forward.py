@@ -1,10 +1,10 @@
-"""Forward passes through a stack of cells that reuse the layers computed in earlier passes.
+"""Forward passes through a stack of cells that reuse the layer results of earlier forward passes.
 
 Each candidate of a search round is the supernet without one operator. Layers that do not depend on this operator have
 the same results in the supernet and in the candidate. A `ForwardCache` therefore stores the result of every layer for
 every input tensor, and a layer that receives the same tensor again is not run again.
 
-Operators on edges from the same source also share their first step: one ReLU, or one pooling of each kind.
+Operators on edges from the same source also share their first step: one ReLU, or one pooling layer of each kind.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ForwardTrace(Generic[S]):
 
     @property
     def results(self) -> Iterator[S]:
-        """All layer results of the pass."""
+        """All layer results of the forward pass."""
         yield from (self.stem, self.end)
         for cell in self.cells:
             yield from cell.results

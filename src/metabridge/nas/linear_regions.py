@@ -6,7 +6,7 @@ are random image patches of a few pixels.
 - On a CPU, candidates are run one by one. Layers that do not depend on the removed operator are run only once, for the
   whole supernet, and their outputs and signs of ReLU inputs are reused.
 - On a GPU, launching such small operations takes longer than running them. Several candidates are therefore run in one
-  pass. Each has its own copy of the patches, in which the output of the removed operator is masked.
+  forward pass. Each has its own copy of the patches, in which the output of the removed operator is masked.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _OutputWithSigns(NamedTuple):
 
 
 class LinearRegionCounter:
-    """Counts the linear regions of a thin supernet and of its candidates that contain at least one of the patches.
+    """Counts the linear regions that contain at least one of the patches, in a thin supernet and in its candidates.
 
     Each sign has a random integer weight of 63 bits, and two activation patterns count as different if the weighted
     sums of their signs differ. The probability that two different patterns have the same sum is at most 2⁻⁶³.
@@ -57,7 +57,7 @@ class LinearRegionCounter:
         active: Operators of the supernet.
         patches: Image patches of one channel (patches, 1, 3, 3).
         seed: Seed of the network weights and of the sign weights.
-        candidates_per_pass: Number of candidates that are run in one pass; by default 64 on a GPU and 1 on a CPU.
+        candidates_per_pass: Number of candidates that share one forward pass; by default 64 on a GPU and 1 on a CPU.
 
     >>> counter = LinearRegionCounter(ActiveOperators.full(), torch.rand(50, 1, 3, 3), seed=0)
     >>> dict(counter.scores([("normal", 0, "skip")]))
@@ -144,7 +144,7 @@ def _count_regions(trace: ForwardTrace[_OutputWithSigns], copies: int) -> list[P
 
 
 def _total_sign_sums(trace: ForwardTrace[_OutputWithSigns]) -> Tensor:
-    """Return the sum over all ReLUs of their sign sums, where a ReLU counts only for samples for which it is active."""
+    """Return the total of the sign sums of all ReLUs, in which a ReLU counts only for samples where it is active."""
     results = {id(result): (result.sign_sum, result.is_active) for result in trace.results}
     for cell in trace.cells:
         consumers: dict[FirstStep[_OutputWithSigns], list[_OutputWithSigns]] = {}

@@ -73,7 +73,7 @@ def mean_score(scores: Sequence[ProxyScore]) -> ProxyScore:
 
 
 class KernelMatrices(NamedTuple):
-    """The NTK matrix Θ of the images of all tasks in the order of `all_images`, and the NNGP matrix K or None."""
+    """The NTK matrix Θ and the NNGP matrix K (or None), with one row per image in the order of `all_images`."""
 
     ntk: Tensor
     nngp: Tensor | None
@@ -88,7 +88,7 @@ class ConditionNumber:
     Args:
         kernel: "maml" or "anil" for the MetaNTK between the queries of all tasks (Wang et al. 2022, eq. 106 and 112),
             "ntk" for the NTK of all images as in TE-NAS.
-        time: Adaptation time λτ of the MetaNTK, learning rate times steps; infinite for adaptation to convergence.
+        time: Adaptation time λτ of the MetaNTK (learning rate times number of steps), or inf for convergence.
         ridge: Number added to the diagonal of the kernel matrices that the MetaNTK inverts.
 
     Raises:
@@ -166,11 +166,11 @@ class ConditionNumber:
         if self.kernel == "ntk":
             return condition_number_score(kernel.theta, eps)
         try:
-            return self._meta_ntk(kernel, torch.arange(len(kernel.theta)).view(tasks, -1), queries, eps)
+            return self._meta_ntk_score(kernel, torch.arange(len(kernel.theta)).view(tasks, -1), queries, eps)
         except InputError as error:  # two support images have the same kernel values
             return ProxyScore(math.inf, str(error))
 
-    def _meta_ntk(self, kernel: _PrecomputedKernel, indices: Tensor, queries: int, eps: float) -> ProxyScore:
+    def _meta_ntk_score(self, kernel: _PrecomputedKernel, indices: Tensor, queries: int, eps: float) -> ProxyScore:
         """Return the condition number of Φ = RΘRᵀ, where R is the `query_residual_operator`.
 
         Rounding of Θ changes Φ by up to eps σ_max(Θ) ‖R‖², however small Φ is.

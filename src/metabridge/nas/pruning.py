@@ -67,10 +67,10 @@ def prune(
     while not active.at_most_one_per_edge:
         operators = removable_operators(active)
         ranks = _importance(round_index, active, operators, score_candidates, repeats, search_log)
-        removed = [min(group, key=ranks.__getitem__) for group in _group_by_edge(operators)]
-        for operator in removed:
+        removed_operators = [min(group, key=ranks.__getitem__) for group in _group_by_edge(operators)]
+        for operator in removed_operators:
             active = active.without(operator)
-        search_log.add_round(round_index, removed)
+        search_log.add_round(round_index, removed_operators)
         round_index += 1
     operators = list(active)
     ranks = _importance(round_index, active, operators, score_candidates, repeats, search_log)
@@ -88,7 +88,8 @@ def count_evaluations(active: ActiveOperators, repeats: int) -> int:
     """
     counts = [len(group) for group in _group_by_edge(list(active))]
     networks_per_round = [
-        1 + sum(count - removed for count in counts if count - removed > 1) for removed in range(max(counts) - 1)
+        1 + sum(count - round_index for count in counts if count - round_index > 1)
+        for round_index in range(max(counts) - 1)
     ]
     networks_in_last_round = 1 + len(counts)
     return repeats * (sum(networks_per_round) + networks_in_last_round)
@@ -131,12 +132,12 @@ def _relative_decrease(scores: ScoresByRemoval, operator: EdgeOperator, proxy: s
 
 def _full_network_value(scores: ScoresByRemoval, repeat: int, proxy: str) -> float:
     """Return the value of the network with all operators, or the median of all other values if its proxy failed."""
-    by_removal: dict[Removal, ProxyScore] = {
+    score_of: dict[Removal, ProxyScore] = {
         removal: getattr(candidates[repeat], proxy) for removal, candidates in scores.items()
     }
-    if by_removal[None].failure is None:
-        return by_removal[None].value
-    return statistics.median([score.value for score in by_removal.values() if score.failure is None] or [1.0])
+    if score_of[None].failure is None:
+        return score_of[None].value
+    return statistics.median([score.value for score in score_of.values() if score.failure is None] or [1.0])
 
 
 def _group_by_edge(operators: Sequence[EdgeOperator]) -> list[list[EdgeOperator]]:
@@ -155,9 +156,9 @@ def _importance(
     """Compute the scores that the log does not contain yet, and return the ranks of the operators."""
     removals: list[Removal] = [None, *operators]
     for repeat in range(repeats):
-        missing = [removal for removal in removals if (round_index, repeat, removal) not in search_log.scores]
-        if missing:
-            for removal, scores in score_candidates(round_index, repeat, active, missing):
+        missing_removals = [removal for removal in removals if (round_index, repeat, removal) not in search_log.scores]
+        if missing_removals:
+            for removal, scores in score_candidates(round_index, repeat, active, missing_removals):
                 search_log.add_scores(round_index, repeat, removal, scores)
     return importance_ranks(
         {
@@ -214,11 +215,11 @@ class SearchLog:
         )
         self.on_score(round_index, len(self.scores))
 
-    def add_round(self, round_index: int, removed: Sequence[EdgeOperator]) -> None:
+    def add_round(self, round_index: int, removed_operators: Sequence[EdgeOperator]) -> None:
         """Add the operators that a round removed, unless the log already contains them."""
         if round_index not in self._finished_rounds:
             self._finished_rounds.add(round_index)
-            self._write({"round": round_index, "gone": removed})
+            self._write({"round": round_index, "gone": removed_operators})
             self.add_time()
 
     def add_time(self) -> None:

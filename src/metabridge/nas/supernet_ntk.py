@@ -5,11 +5,11 @@
   images at once, so the gradients of the whole network are never stored. The backward pass is written by hand with the
   fastest operations of each device.
 - The NNGP matrix K is the term of Θ that belongs to the head.
-- On a CPU, candidates are run one by one. The results of layers that do not depend on the removed operator are taken
-  from one forward pass of the supernet.
-- On a GPU, several candidates are run in one pass. The batch contains one copy of the images per candidate, and the
-  output of a removed operator is set to zero for the copy of its candidate. This is exact, because the network
-  processes each image independently.
+- On a CPU, candidates are run one by one. Layers that do not depend on the removed operator are run only once, in a
+  forward pass of the supernet, and their results are reused.
+- On a GPU, several candidates share one forward and backward pass. The batch contains one copy of the images per
+  candidate, and the output of a removed operator is set to zero in the copy of the candidate that lacks it. This is
+  exact, because the network processes each image independently.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class _GramSum:
     """The sum of J_l J_lᵀ over layers, separately for each group of samples: (groups, samples, samples).
 
     Gradients are collected until there are `entries_per_product` entries per sample, and then multiplied in one
-    product. If it is None, the gradients of each layer are multiplied immediately. `total` is the initial sum, which is
-    changed in place.
+    product. If it is None, the gradients of each layer are multiplied immediately. The products are added to
+    `initial_sum` in place.
     """
 
-    def __init__(self, total: Tensor, entries_per_product: int | None) -> None:
-        self._total, self._entries_per_product = total, entries_per_product
+    def __init__(self, initial_sum: Tensor, entries_per_product: int | None) -> None:
+        self._total, self._entries_per_product = initial_sum, entries_per_product
         self._pending: list[Tensor] = []
 
     def add(self, gradients: Tensor) -> None:
@@ -97,8 +97,8 @@ class CandidateKernels:
         net: Supernet with group norm. Its weights must not change afterwards.
         active: Operators of the supernet that are active.
         x: Images (images, channels, height, width).
-        candidates_per_pass: Number of candidates that are run in one pass; by default 8 on a GPU and 1 on a CPU. It is
-            halved whenever memory does not suffice.
+        candidates_per_pass: Number of candidates that share one forward and backward pass; by default 8 on a GPU and
+            1 on a CPU. It is halved whenever memory does not suffice.
 
     Raises:
         InputError: If `net` is not a supernet with these operators, or has batch norm, or if `candidates_per_pass` is
@@ -300,18 +300,18 @@ def _max_pool(stride: int, x: Tensor) -> _OutputAndVjp:
 
 
 def _avg_pool(stride: int, x: Tensor) -> _OutputAndVjp:
-    """Compute average pooling as a convolution with ones, divided by the number of window pixels inside the image.
+    """Compute average pooling as a convolution with ones, which is faster than `avg_pool2d`.
 
-    This is faster than `avg_pool2d`.
+    The sums are divided by the number of pixels in each pooling window, without padding.
     """
     channels, geometry = x.shape[1], ((stride, stride), (1, 1), (1, 1))
-    box = x.new_ones(channels, 1, 3, 3)
-    pixel_counts = _convolve(x.new_ones(1, 1, *x.shape[2:]), box[:1], geometry, 1)
+    ones = x.new_ones(channels, 1, 3, 3)
+    pixel_counts = _convolve(x.new_ones(1, 1, *x.shape[2:]), ones[:1], geometry, 1)
 
     def backward(grad: Tensor, theta: _GramSum) -> Tensor:
-        return _convolution_backward(grad / pixel_counts, x, box, geometry, channels, (True, False, False))[0]
+        return _convolution_backward(grad / pixel_counts, x, ones, geometry, channels, (True, False, False))[0]
 
-    return _OutputAndVjp(_convolve(x, box, geometry, channels) / pixel_counts, backward)
+    return _OutputAndVjp(_convolve(x, ones, geometry, channels) / pixel_counts, backward)
 
 
 def _factorized_reduce(module: Any) -> LayerFunction:

@@ -28,14 +28,14 @@ def write(
     scores: Mapping[str, Mapping[str, Score]],
     test_tasks: ImageTasks,
 ) -> Path:
-    """Write `index.html` and its pictures as PNG files.
+    """Write `index.html`, and its pictures as separate PNG files.
 
     Args:
         folder: Folder for the files.
         result: The result of the comparison.
         runs: The trained model of each method.
         scores: The scores of each method, by the kind of test, such as "test tasks" or "untrained".
-        test_tasks: The test tasks, some of which are shown.
+        test_tasks: The environment of the test tasks, some of which are shown.
 
     Returns:
         The path of `index.html`.

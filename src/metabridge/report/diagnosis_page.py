@@ -15,17 +15,19 @@ from metabridge.report.figures import COLORS, LIGHT, MARKERS, Theme, plain_numbe
 from metabridge.report.html_pages import Picture, render
 
 WITHOUT_ADAPTATION = ("rfs", "nal", "mtl")  # methods that do not adapt in training
-COST_OFFSET = 1.08  # factor that separates the points of methods with similar costs
+COST_OFFSET = 1.08  # factor by which a cost is multiplied in the figure to separate it from a similar cost
 GROUP_COLORS = dict(zip(("hard", "easy"), (COLORS[1], COLORS[0])))
 
 
 def write(diagnosis: Diagnosis, folder: str | Path) -> Path:
-    """Write `diagnosis.json`, `index.html` and its figures as PNG files into a folder, and return the HTML file."""
+    """Write `diagnosis.json`, `index.html` and its figures as PNG files, and return the path of `index.html`."""
     folder = make_folder(folder)
     pictures = [
         Picture.draw("hardness", "Histogram of convergence rates.", lambda theme: rate_histogram(diagnosis, theme)),
         Picture.draw("map", "Solutions of the tasks in two dimensions.", lambda theme: solution_map(diagnosis, theme)),
-        Picture.draw("gain", "Predicted gain of each method against its cost.", lambda theme: gains(diagnosis, theme)),
+        Picture.draw(
+            "gain", "Predicted gain of each method as a function of its cost.", lambda theme: gains(diagnosis, theme)
+        ),
     ]
     json_file = f"{diagnosis.to_json()}\n".encode(errors="backslashreplace")
     pictures_by_name = {picture.name: picture for picture in pictures}

@@ -1,4 +1,4 @@
-"""Figures of trained runs and their scores, with a light and a dark theme."""
+"""Figures of training runs and their scores, with a light and a dark theme."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def draw_intervals(
 
     Args:
         axes: The panel.
-        series: For each label in the legend, the values by name of the row.
-        rows: Names of the rows, first at the top. Default: all names of the series.
-        spacing: Distance between the markers of a row, as a share of the distance between rows.
+        series: For each label in the legend, the intervals by the name of the row.
+        rows: Names of the rows, from top to bottom. Default: all names in `series`.
+        spacing: Distance between the markers of a row, as a fraction of the distance between rows.
     """
     if rows is None:
         rows = list(dict.fromkeys(name for intervals in series.values() for name in intervals))

@@ -1,4 +1,4 @@
-"""HTML pages that are single files: they contain their pictures and load nothing else."""
+"""Self-contained HTML pages: they contain their pictures and load no other files."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Picture:
 
 
 def render(template: str, **values: object) -> bytes:
-    """Return the HTML page of a template of this package, encoded in UTF-8."""
+    """Return the HTML page of a template of this package, filled with `values` and encoded in UTF-8."""
     templates = Environment(
         loader=PackageLoader("metabridge", "report"),
         autoescape=True,

@@ -21,15 +21,15 @@ MARKS = (  # marker, color and size; the sizes differ, so that points remain vis
 def draw_loss_surface(
     axes: Axes, losses: Tensor, extent: float, title: str, points: Mapping[str, Sequence[Sequence[float]]]
 ) -> None:
-    """Draw non-negative losses on the square [−extent, extent]² as contours, whose levels have equal ratios.
+    """Draw non-negative losses on the square [−extent, extent]² as contours with logarithmically spaced levels.
 
     Args:
-        axes: Where to draw.
+        axes: The panel.
         losses: Losses on a square grid of points. The first axis is the horizontal one.
         extent: Largest coordinate of the grid.
         title: Title of the panel.
-        points: Points to mark, by label; at most four labels. The mark of a label without points stays unused, so that
-            each label has the same mark in all panels.
+        points: Points to mark, by label; at most four labels. The mark depends on the position of the label, so panels
+            with the same labels use the same marks, even if a label has no points in one of them.
 
     Example:
         >>> import torch
@@ -48,9 +48,9 @@ def draw_loss_surface(
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda level, _: f"{level:.2g}"))
     bar.ax.minorticks_off()
     bar.ax.tick_params(labelsize=8)
-    for (label, marked), (marker, color, size) in zip(points.items(), MARKS):
-        if marked:
-            xs, ys = zip(*marked)
+    for (label, coordinates), (marker, color, size) in zip(points.items(), MARKS):
+        if coordinates:
+            xs, ys = zip(*coordinates)
             axes.scatter(xs, ys, size, color, marker=marker, edgecolor="black", linewidth=0.8, label=label, zorder=3)
     axes.set(aspect="equal", xlim=(-extent, extent), ylim=(-extent, extent))
     axes.set(xticks=range(-2, 3), yticks=range(-2, 3), xlabel="first weight of the neuron", ylabel="second weight")

@@ -58,7 +58,7 @@ def compared_rows(rows: Sequence[Row], theme: Theme = LIGHT) -> Figure:
 
 
 def accuracy_over_time(curves: Mapping[str, Sequence[tuple[float, float, float]]], theme: Theme = LIGHT) -> Figure:
-    """Draw validation accuracies with 95 % intervals; each curve consists of (minutes, mean, half-width)."""
+    """Draw validation accuracies with 95 % intervals; the points of a curve are (minutes, mean, half-width)."""
     with theme.context():
         figure = Figure(figsize=(5.6, 4.2), layout="constrained")
         axes = figure.subplots()
@@ -121,22 +121,22 @@ def draw_error_bars(
 
 
 def plot_mean_and_deviation(
-    axes: Axes, xs: Sequence[float], runs: Sequence[Sequence[float]], color: str, label: str, **line: Any
+    axes: Axes, xs: Sequence[float], runs: Sequence[Sequence[float]], color: str, label: str, **line_options: Any
 ) -> None:
     """Plot the mean over runs with a band of ± one standard deviation; a run has one value for each x.
 
-    Further arguments are options of the line.
+    `line_options` are passed to `Axes.plot`.
     """
     mean, deviation = np.mean(runs, 0), np.std(runs, 0, ddof=1)
     axes.fill_between(xs, mean - deviation, mean + deviation, color=color, alpha=0.2, linewidth=0)
-    axes.plot(xs, mean, color=color, label=label, **line)
+    axes.plot(xs, mean, color=color, label=label, **line_options)
 
 
 def plot_before_and_after(axes: Axes, groups: Mapping[str, Mapping[str, Sequence[Sequence[float]]]]) -> None:
     """Plot values before (○) and after (●) a change, joined by a line for each run.
 
-    `groups` maps the name of a group to its quantities, and a quantity to the pairs of all runs. Groups are positions
-    on the x axis, and quantities colors.
+    `groups` maps the name of a group to its quantities, and the label of a quantity to the pairs (before, after) of all
+    runs. Each group has a position on the x axis, and each quantity a color.
     """
     for position, quantities in enumerate(groups.values()):
         for index, (label, pairs) in enumerate(quantities.items()):
@@ -150,7 +150,7 @@ def plot_before_and_after(axes: Axes, groups: Mapping[str, Mapping[str, Sequence
 
 
 def draw_power_laws(axes: Axes, points_by_label: Mapping[str, ValuesBySize]) -> None:
-    """Draw values as functions of the width on logarithmic axes, with fitted power laws and their exponents."""
+    """Draw values as functions of a network's width on logarithmic axes, with fitted power laws and their exponents."""
     for (label, points), color, marker in zip(points_by_label.items(), COLORS, MARKERS):
         law, widths = PowerLaw.fit(points), list(points)
         xs, ys = zip(*((width, value) for width, values in points.items() for value in values))
@@ -183,10 +183,10 @@ def draw_predicted_ratios(
     Args:
         axes: The panel.
         points: For each prediction, the true ratio, the predicted ratio, and whether the prediction is right (None if
-            this is undecided), which determines color and marker.
+            undecided). The last determines color and marker.
         labels: Label in the legend for right, wrong and undecided predictions.
         threshold: Predicted ratio at which to draw a horizontal line.
-        threshold_label: Label of this line in the legend.
+        threshold_label: Label of the horizontal line in the legend.
     """
     styles = {True: (COLORS[0], "o"), None: (COLORS[6], "s"), False: (COLORS[1], "X")}
     for is_right, label in labels.items():
@@ -218,7 +218,7 @@ def draw_ratio_errors(axes: Axes, points: Sequence[tuple[float, Interval]]) -> N
         (False, "outside", COLORS[1], "X"),
     ):
         selected = [(ratio, interval) for ratio, interval in points if interval.contains(ratio) is is_contained]
-        xs, ys = [ratio for ratio, _ in selected], [interval.standardized_error(ratio) for ratio, interval in selected]
+        xs, ys = [ratio for ratio, _ in selected], [interval.relative_deviation(ratio) for ratio, interval in selected]
         axes.plot(xs, ys, marker, color=color, markersize=4, label=f"{label} ({len(selected)})")
     axes.axhspan(-1, 1, color=LIGHT.grid, alpha=0.5, zorder=0)
     axes.set(xscale="log")
@@ -238,7 +238,7 @@ def draw_rank_agreement(axes: Axes, series: Mapping[str, Mapping[str, tuple[floa
 
     Args:
         axes: The panel.
-        series: Maps each label in the legend to its rows, and the name of a row to τ and a text for the right margin.
+        series: For each label in the legend, τ and a text for the right margin, by the name of the row.
     """
     rows = list(dict.fromkeys(name for agreement in series.values() for name in agreement))
     for (label, agreement), color, marker, shift in zip(series.items(), COLORS[2:], "sv", (-0.16, 0.16)):

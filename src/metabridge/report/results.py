@@ -70,7 +70,7 @@ class Row:
         >>> Row.mean("MAML, 1-shot", "accuracy %", [48.0, 49.0]).ours
         48.5
         """
-        from metabridge.intervals import mean_interval  # imports PyTorch
+        from metabridge.intervals import mean_interval  # imported here, because it imports PyTorch
 
         mean, margin = mean_interval(runs)
         ci95 = None if len(runs) == 1 else margin
@@ -87,10 +87,11 @@ class Row:
         """
         return cls(name, metric, ours=100 * sum(is_true) / len(is_true), agrees=agrees, note=note)
 
-    def compared(self, published: float, tolerance: float, note: str) -> Row:
-        """Return the row with a published number and whether it agrees with it up to a relative tolerance.
+    def with_published(self, published: float, tolerance: float, note: str) -> Row:
+        """Return the row compared with a published number. They agree if they differ by at most a relative tolerance.
 
-        >>> Row("MAML, 1-shot", "accuracy %", ours=48.9).compared(48.7, tolerance=0.01, note="agrees within 1%").agrees
+        >>> row = Row("MAML, 1-shot", "accuracy %", ours=48.9)
+        >>> row.with_published(48.7, tolerance=0.01, note="agrees within 1 %").agrees
         True
         """
         agrees = abs(self.ours - published) <= tolerance * abs(published)
@@ -108,7 +109,7 @@ class Machine:
 
     @classmethod
     def current(cls, device: TorchDevice | str) -> Machine:
-        """Return the description of this machine and its software, for computations on `device`."""
+        """Return the description of this machine for computations on `device`, and of its software."""
         import torch
 
         name = torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else _processor()
@@ -117,7 +118,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Result:
-    """The rows of one experiment, and the settings and the environment that computed them.
+    """The rows of one experiment, and the settings and the machine with which they were computed.
 
     The field names are the keys of `results/*.json`. `scale` is "quick" or "paper".
     """
@@ -173,7 +174,7 @@ def _cpu_model() -> str:
 
 
 def _commit() -> str | None:
-    """Return the short hash of the commit in whose checkout this file is tracked, or None if there is none."""
+    """Return the short hash of the checked-out commit if git tracks this package, or None."""
     folder = Path(__file__).parent
 
     def git(*arguments: str) -> str | None:

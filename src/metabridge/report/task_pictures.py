@@ -19,7 +19,7 @@ COLUMNS = 2  # number of tasks side by side
 PIXELS_PER_INCH = 84
 
 
-def picture(model: Model, episodes: Episodes, *, shown: int = 2, theme: Theme = LIGHT) -> Figure:
+def picture(model: Model, episodes: Episodes, *, queries_per_class: int = 2, theme: Theme = LIGHT) -> Figure:
     """Draw each task with one column per class: its first support image, and below it its first query images.
 
     The color of a query's frame shows whether the prediction is correct. The small image below a query is the support
@@ -28,13 +28,14 @@ def picture(model: Model, episodes: Episodes, *, shown: int = 2, theme: Theme = 
     Args:
         model: The model that predicts.
         episodes: The tasks.
-        shown: Number of query images per class.
+        queries_per_class: Number of query images per class to show.
         theme: Colors of the figure.
     """
     with torch.no_grad():
         outputs = model.predict(episodes.to(model.params["head.weight"].device)).cpu()
     episodes = episodes.to("cpu")
-    blocks = [_block(episodes[task], outputs[task].argmax(-1), shown, theme) for task in range(len(episodes))]
+    predicted_labels = outputs.argmax(-1)
+    blocks = [_block(episodes[task], predicted_labels[task], queries_per_class, theme) for task in range(len(episodes))]
     height, width = blocks[0].shape[:2]
     corners = [(height * (task // COLUMNS), width * (task % COLUMNS)) for task in range(len(blocks))]
     canvas = _blank(corners[-1][0] + height, width * min(COLUMNS, len(blocks)), theme.background)
@@ -50,7 +51,7 @@ def picture(model: Model, episodes: Episodes, *, shown: int = 2, theme: Theme = 
     return figure
 
 
-def _block(task: Episodes, predicted: Tensor, shown: int, theme: Theme) -> NDArray[np.float64]:
+def _block(task: Episodes, predicted_labels: Tensor, queries_per_class: int, theme: Theme) -> NDArray[np.float64]:
     """Return the picture of one task, (height, width, 3), with space for the title and margins."""
     support_labels, query_labels = task.support_y[0], task.query_y[0]
     queries = _dark_on_light(task.query_x[0])
@@ -59,8 +60,8 @@ def _block(task: Episodes, predicted: Tensor, shown: int, theme: Theme) -> NDArr
     columns = []
     for label, example in enumerate(support):
         cells = [_framed(example, theme.grid, theme), _blank(GAP, example.shape[1] + 2 * FRAME + GAP, theme.background)]
-        for index in (query_labels == label).nonzero().flatten()[:shown].tolist():
-            predicted_label = int(predicted[index])
+        for index in (query_labels == label).nonzero().flatten()[:queries_per_class].tolist():
+            predicted_label = int(predicted_labels[index])
             cells.append(_framed(queries[index], CORRECT if predicted_label == label else WRONG, theme))
             cells.append(_half_size(support[predicted_label], theme))
         columns.append(np.concatenate(cells))

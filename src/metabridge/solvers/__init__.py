@@ -1,7 +1,7 @@
 """Inner solvers: how a method adapts to the support set of one task.
 
-Importing this package imports all of its modules, and each solver class registers itself in `Solver.registry`. A new
-solver needs only a new module: `metabridge.solvers` then exports its class.
+Importing this package imports all its modules, and each solver class registers itself in `Solver.registry`. To add a
+solver, add a module: `metabridge.solvers` then exports its class.
 """
 
 from metabridge.registry import import_modules

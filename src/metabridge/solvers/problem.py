@@ -17,12 +17,11 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def task_loss(prediction: Tensor, target: Tensor) -> Tensor:
-    """Return the cross-entropy for class labels, or ½ mean ‖prediction − target‖² for real-valued targets
-    (regression).
+    """Return the cross-entropy for class labels, or ½ mean ‖prediction − target‖² for regression targets.
 
     Args:
         prediction: The outputs, (examples, outputs).
-        target: Class labels, int64 (examples,), or real values, (examples, outputs).
+        target: Class labels, int64 (examples,), or regression targets, (examples, outputs).
 
     Returns:
         The loss, a scalar tensor.
@@ -80,7 +79,7 @@ class Problem:
         """Return the gradient of the support loss.
 
         Args:
-            params: The parameters at which the gradient is taken.
+            params: The parameters at which to compute the gradient.
             exact: Whether the gradient can be differentiated; if false, it is a constant.
 
         Returns:
@@ -92,7 +91,7 @@ class Problem:
         return grad(problem.support_loss, params)
 
     def one_hot_targets(self, outputs: int) -> Tensor:
-        """Return one-hot class labels in the dtype of `x`, or real-valued targets unchanged.
+        """Return one-hot class labels in the dtype of `x`, or regression targets unchanged.
 
         Args:
             outputs: The number of outputs, one for each class.

@@ -17,14 +17,15 @@ from metabridge.solvers.solver import IterativeSolver, ProximalSystem, check_ste
 class Proximal(IterativeSolver):
     """Minimize ℓ(θ') + (λ/2)‖θ' − θ‖² by gradient descent, as in iMAML (Wang et al. 2021, table 1).
 
-    The outer gradient "implicit" is correct only at the minimum: use enough `steps` to reach it, and enough `cg_steps`.
+    The outer gradient "implicit" is correct only at the minimum. Use enough `steps` to reach it, and enough `cg_steps`
+    to solve the linear system of the implicit gradient.
 
     Args:
         strength: The weight λ of the squared distance to the initial parameters θ.
         steps: The number of gradient steps.
         lr: The step size.
-        tolerance: A task's parameters stay unchanged once the norm of the gradient of this objective is at most this.
-        cg_steps: The number of conjugate-gradient steps for the linear system of the implicit gradient.
+        tolerance: The parameters of a task stay unchanged once the norm of the objective's gradient is at most this.
+        cg_steps: The number of conjugate-gradient steps that solve the linear system of the implicit gradient.
 
     Raises:
         InputError: If `strength` or `lr` is not positive, `steps` or `tolerance` is negative, `cg_steps` is not at

@@ -31,7 +31,7 @@ class Solver(Registered, ABC, root=True):
     """Base class of inner solvers: how a method adapts to the support set of one task.
 
     A solver is a frozen dataclass in a module of this package, and all its fields need defaults. It solves the problem
-    of one task; engines apply it to many tasks by a loop, threads or `vmap`.
+    of one task; an `Engine` applies it to many tasks in a loop, in threads or under `vmap`.
 
     Attributes:
         outer_rules: The names in `OUTER_RULES` of the outer gradients that the solver supports.

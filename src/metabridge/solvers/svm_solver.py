@@ -16,8 +16,8 @@ from metabridge.solvers.problem import Problem
 from metabridge.solvers.solver import Solver
 
 # Added to the diagonal of Q, as a fraction of its largest entry, so that the Cholesky factorization of a singular Q
-# succeeds. It is larger than in `solve_qp`, because no later iteration corrects errors of a derivative.
-_DERIVATIVE_PROXIMAL = 1e-10
+# succeeds. It is larger than in `solve_qp`, where later iterations correct rounding errors; none corrects a derivative.
+_DERIVATIVE_REGULARIZATION = 1e-10
 
 
 @dataclass(frozen=True)
@@ -106,11 +106,11 @@ def crammer_singer(features: Tensor, labels: Tensor, outputs: int, C: float) -> 
     zeros = torch.zeros_like(one_hot_labels[..., 0, :])
     lower_bound = torch.full_like(one_hot_labels, -torch.inf)
     solution = solve_qp(Q, one_hot_labels, A, zeros, lower_bound, upper_bound)
-    proximal = _DERIVATIVE_PROXIMAL * Q.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None]
-    diagonal = solution.upper / solution.slack[..., 1, :, :] + proximal
+    regularization = _DERIVATIVE_REGULARIZATION * Q.diagonal(dim1=-2, dim2=-1).amax(-1)[..., None]
+    diagonal = solution.upper / solution.slack[..., 1, :, :] + regularization
     system = KKTFactors.factor(Q + torch.diag_embed(diagonal), A)
 
     Q_alpha = alpha_unit * (x @ (x.mT @ solution.alpha.mT)).mT
-    right_side = Q_alpha - Q_alpha.detach()  # its value is 0, and its derivative is dQ α
-    alpha_shift, _ = system.solve(right_side, torch.zeros_like(solution.dual))
+    rhs = Q_alpha - Q_alpha.detach()  # its value is 0, and its derivative is dQ α
+    alpha_shift, _ = system.solve(rhs, torch.zeros_like(solution.dual))
     return (alpha_unit * (solution.alpha - alpha_shift) @ x).to(features.dtype)

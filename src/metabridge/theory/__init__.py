@@ -1,4 +1,4 @@
-"""Closed forms of what learners converge to and of their risks, with simulations, in the symbols of the papers."""
+"""Closed forms for the solutions and risks of learners, with simulations, in the notation of the papers."""
 
 from metabridge.theory import (
     adaptation,

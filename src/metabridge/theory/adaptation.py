@@ -1,7 +1,7 @@
-"""Estimates of a new task by a linear network x ↦ ⟨Bw, x⟩, and their risks (Yüksel et al. 2023, §3.1, §5, app. F).
+"""Estimates of a new task's parameters by a linear network, and their risks (Yüksel et al. 2023, §3.1, §5, app. F).
 
-A task has the parameters θ. The risk of an estimate θ̂ is ½E‖θ̂ − θ‖², the expectation over tasks, points x ~ N(0, I) and
-noise. It is the expected loss without ½σ², the part due to noise.
+The network is x ↦ ⟨Bw, x⟩, and a task has the parameters θ. The risk of an estimate θ̂ is ½E‖θ̂ − θ‖², the expectation
+over tasks, points x ~ N(0, I) and noise. It is the expected loss without ½σ², the part due to noise.
 """
 
 from __future__ import annotations
@@ -100,7 +100,8 @@ def minimum_risk(tasks: TaskMoments, points: float) -> Tensor:
     With C as in `one_step_risk`, the risk is convex in P = BBᵀ. It is minimal at
     P = (1/α)((1 + 1/m)C + (tr C + σ²)/m I)⁻¹C, where it is the sum of ½(c − c²/((1 + 1/m)c + (tr C + σ²)/m)) over the
     eigenvalues c of C. This sum is smallest if C is smallest, which is at Bw = E[θ], where C is the covariance of θ.
-    Yüksel et al. 2023, app. F, have the same result. The limit of ANIL is that of their theorem 1, `limiting_gram`.
+    Yüksel et al. 2023, app. F, derive the same result. ANIL attains it in the limit of their theorem 1; see
+    `limiting_gram`.
 
     Args:
         tasks: Moments of the tasks.
@@ -125,7 +126,7 @@ def minimum_risk(tasks: TaskMoments, points: float) -> Tensor:
 def ridge_risks(B: Tensor, tasks: TaskMoments, x: Tensor, penalties: Tensor) -> Tensor:
     """Return the risk of `ridge_estimate` for each penalty.
 
-    The risk is the exact expectation over tasks and noise, averaged over the given designs X. With XBBᵀXᵀ = QΛQᵀ,
+    The risk is the exact expectation over tasks and noise, averaged over the design matrices X. With XBBᵀXᵀ = QΛQᵀ,
     D = (Λ + penalty)⁻¹, A = BBᵀXᵀQ and E[θθᵀ] = LLᵀ, the estimate is ADQᵀ(Xθ + z) and its mean squared error is
     ‖ADQᵀXL − L‖² + σ²‖AD‖². This is a quadratic function of D, so additional penalties cost little.
 
@@ -139,7 +140,7 @@ def ridge_risks(B: Tensor, tasks: TaskMoments, x: Tensor, penalties: Tensor) -> 
         The risks, (penalties).
 
     Raises:
-        InputError: If there are no designs, or a penalty is not positive.
+        InputError: If there are no design matrices, or a penalty is not positive.
 
     Example:
         >>> tasks = TaskMoments.from_tasks(torch.ones(1, 2), noise=0.0)
@@ -154,12 +155,12 @@ def ridge_risks(B: Tensor, tasks: TaskMoments, x: Tensor, penalties: Tensor) -> 
     eigenvalues, Q = torch.linalg.eigh(x @ P @ x.mT)
     A = P @ x.mT @ Q
     rotated_x = Q.mT @ x
-    linear = ((rotated_x @ tasks.second) * A.mT).sum(-1)
+    linear_coefficients = ((rotated_x @ tasks.second) * A.mT).sum(-1)
     gram = A.mT @ A
-    quadratic = gram * (rotated_x @ tasks.second @ rotated_x.mT)
-    quadratic = quadratic + tasks.noise * torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1))
+    quadratic_coefficients = gram * (rotated_x @ tasks.second @ rotated_x.mT)
+    quadratic_coefficients = quadratic_coefficients + tasks.noise * torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1))
     D = 1 / (eigenvalues.clamp_min(0) + penalties[:, None, None])
-    variable_part = (D * (quadratic @ D[..., None])[..., 0] - 2 * D * linear).sum(-1)
+    variable_part = (D * (quadratic_coefficients @ D[..., None])[..., 0] - 2 * D * linear_coefficients).sum(-1)
     risks: Tensor = (variable_part.mean(1) + _trace(tasks.second)) / 2
     return risks
 
@@ -167,14 +168,14 @@ def ridge_risks(B: Tensor, tasks: TaskMoments, x: Tensor, penalties: Tensor) -> 
 def selected_ridge_risk(
     B: Tensor, tasks: TaskMoments, points: int, penalties: Tensor, *, designs: int, generator: torch.Generator
 ) -> float:
-    """Return the risk of `ridge_estimate` with the best penalty, which is selected on other random designs.
+    """Return the risk of `ridge_estimate` with the best penalty, which is selected on other random points.
 
     Args:
         B: Representation, (d, k').
         tasks: Moments of the tasks.
         points: Number of points per task.
         penalties: Penalties to choose from, (penalties).
-        designs: Number of random designs for the selection, and again for the risk.
+        designs: Number of random design matrices for the selection, and the same number for the risk.
         generator: Random generator on the CPU.
 
     Returns:
@@ -228,13 +229,13 @@ def error_bound(norm: Tensor, covariance: Tensor, noise: float, settings: AnilSe
     return bias * norm + (norm + math.sqrt(noise)) * math.sqrt(rank / points)
 
 
-def sample_errors_over_bound(
+def sample_error_bound_ratios(
     covariance: Tensor, noise: float, settings: AnilSettings, points: int, tasks: int, generator: torch.Generator
 ) -> Tensor:
-    """Sample tasks and return ‖θ̂ − θ‖ after one step at the limit of theorem 1, divided by `error_bound`.
+    """Sample tasks and return ‖θ̂ − θ‖ after one step from ANIL's limit, divided by `error_bound`.
 
-    At the limit, the network depends only on the projection of x onto the column space of B*, so only the k coordinates
-    of the projection are sampled.
+    At the limit of theorem 1, the network depends only on the projection of x onto the column space of B*, so only the
+    k coordinates of the projection are sampled.
 
     Args:
         covariance: Covariance Σ* of the tasks, (k, k), diagonal and in float64.
@@ -252,7 +253,7 @@ def sample_errors_over_bound(
 
     Example:
         >>> covariance = torch.eye(2, dtype=torch.float64)
-        >>> sample_errors_over_bound(covariance, 1.0, AnilSettings(), 5, 3, torch.Generator().manual_seed(0)).shape
+        >>> sample_error_bound_ratios(covariance, 1.0, AnilSettings(), 5, 3, torch.Generator().manual_seed(0)).shape
         torch.Size([3])
     """
     rank = len(covariance)

@@ -160,7 +160,7 @@ def initial_parameters(dimension: int, width: int, alpha: float, generator: torc
     """
     if width > dimension:
         raise InputError(
-            f"width is {width}, but the inputs have {dimension} dimensions and the layer must not be wider. "
+            f"width is {width}, but the inputs have {dimension} dimensions and the hidden layer must not be wider. "
             f"Use width={dimension}."
         )
     columns = torch.randn(dimension, width, generator=generator, dtype=torch.float64)
@@ -269,7 +269,7 @@ def check_convergence(covariance: Tensor, settings: AnilSettings, width: int | N
         width: Width k' of the hidden layer; None to leave it unchecked.
 
     Raises:
-        InputError: If Σ* is singular, the layer is too narrow, or a step size is too large.
+        InputError: If Σ* is singular, the hidden layer is too narrow, or a step size is too large.
 
     Example:
         >>> check_convergence(torch.eye(2), AnilSettings(), width=2)
@@ -284,8 +284,8 @@ def check_convergence(covariance: Tensor, settings: AnilSettings, width: int | N
     rank = covariance.shape[-1]
     if width is not None and width < rank:
         raise InputError(
-            f"width is {width}, but the representation has {rank} dimensions, and the layer must not be narrower. "
-            f"Use width={rank} or more."
+            f"width is {width}, but the representation has {rank} dimensions and the hidden layer must not be "
+            f"narrower. Use width={rank} or more."
         )
     if settings.beta > settings.alpha:
         raise InputError(
@@ -300,16 +300,17 @@ def check_convergence(covariance: Tensor, settings: AnilSettings, width: int | N
         )
 
 
-def unlearning_bound(start: float, steps: Tensor, total: float, settings: AnilSettings) -> Tensor:
+def unlearning_bound(initial_value: float, steps: Tensor, total_variance: float, settings: AnilSettings) -> Tensor:
     """Return a bound on the largest squared singular value of B*⊥ᵀB in training (Yüksel et al. 2023, app. H).
 
-    The bound is 1/(1/start + ct) with c = βα²σ̄²/m. Since E[wᵢwᵢᵀ] is at least (α²σ̄²/m) BᵀB, a step maps a squared
-    singular value s² to at most s²(1 − cs²), as long as βE[wᵢwᵢᵀ] is below I. With m = ∞ the bound is constant.
+    After t steps, the bound is 1/(1/initial_value + ct) with c = βα²σ̄²/m. Since E[wᵢwᵢᵀ] is at least (α²σ̄²/m) BᵀB, a
+    step maps a squared singular value s² to at most s²(1 − cs²), as long as βE[wᵢwᵢᵀ] is below I. With m = ∞ the bound
+    is constant.
 
     Args:
-        start: The largest squared singular value before training.
+        initial_value: The largest squared singular value before training.
         steps: Numbers of steps t, in any shape.
-        total: σ̄² = tr Σ* + σ².
+        total_variance: σ̄² = tr Σ* + σ².
         settings: Settings of ANIL.
 
     Returns:
@@ -319,7 +320,7 @@ def unlearning_bound(start: float, steps: Tensor, total: float, settings: AnilSe
         >>> unlearning_bound(10.0, torch.tensor([0, 1000]), 8.0, AnilSettings(alpha=0.1, beta=0.1, m_in=20))
         tensor([10.0000,  2.0000])
     """
-    return 1 / (1 / start + settings.beta * settings.alpha**2 * total / settings.m_in * steps)
+    return 1 / (1 / initial_value + settings.beta * settings.alpha**2 * total_variance / settings.m_in * steps)
 
 
 class Spectrum(NamedTuple):
@@ -343,27 +344,27 @@ class Spectrum(NamedTuple):
 
 
 def spectrum(B: Tensor, basis: Tensor) -> Spectrum:
-    """Compare a representation with the true one.
+    """Return squared singular values of a representation in the true subspace and orthogonal to it.
 
     Args:
         B: The representation, (..., d, k').
         basis: The true representation B*, (..., d, k), with orthonormal columns.
 
     Returns:
-        Squared singular values of B in the column space of B* and orthogonal to it.
+        The smallest and largest in the column space of B*, and the mean and largest orthogonal to it.
 
     Example:
         >>> float(spectrum(2 * torch.eye(3), torch.eye(3)[:, :1]).orthogonal_mean)
         4.0
     """
-    inside = basis.mT @ B
-    outside = B - basis @ inside
-    inside_squared = torch.linalg.eigvalsh(inside @ inside.mT)
-    outside_gram = outside @ outside.mT
-    outside_squared = torch.linalg.eigvalsh(outside_gram)
+    coordinates = basis.mT @ B
+    orthogonal_part = B - basis @ coordinates
+    in_subspace = torch.linalg.eigvalsh(coordinates @ coordinates.mT)
+    orthogonal_gram = orthogonal_part @ orthogonal_part.mT
+    orthogonal = torch.linalg.eigvalsh(orthogonal_gram)
     directions = min(B.shape[-2] - basis.shape[-1], B.shape[-1])
-    orthogonal_mean = _trace(outside_gram) / directions
-    return Spectrum(inside_squared[..., 0], inside_squared[..., -1], orthogonal_mean, outside_squared[..., -1])
+    orthogonal_mean = _trace(orthogonal_gram) / directions
+    return Spectrum(in_subspace[..., 0], in_subspace[..., -1], orthogonal_mean, orthogonal[..., -1])
 
 
 def _outer(a: Tensor, b: Tensor) -> Tensor:

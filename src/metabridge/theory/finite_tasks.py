@@ -1,8 +1,8 @@
 """First-order ANIL, first-order MAML and Burer–Monteiro factorization of linear networks on finitely many tasks.
 
-They are defined in Yüksel et al. 2023, eq. 2–4 and 12. The gradients of x ↦ ⟨Bw, x⟩ are written out by hand, so a step
-is a few batched products over all tasks of all runs. Second moments XᵀX are not computed, since they have more entries
-than X if a task has fewer points than dimensions.
+They are defined in Yüksel et al. 2023, eq. 2–4 and 12. The gradients of x ↦ ⟨Bw, x⟩ are computed by explicit formulas
+instead of autograd, so a step is a few batched products over all tasks of all runs. Second moments XᵀX are not
+computed, since they have more entries than X if a task has fewer points than dimensions.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class RepeatedStep:
 
     Args:
         step: Function that maps B and w to their values after a step.
-        start: Initial B and w.
+        initial_params: Initial B and w.
 
     Example:
         >>> halving = RepeatedStep(lambda B, w: (B / 2, w / 2), (torch.ones(1, 1, 1), torch.ones(1, 1)))
@@ -161,9 +161,9 @@ class RepeatedStep:
         0.125
     """
 
-    def __init__(self, step: Callable[[Tensor, Tensor], NetParams], start: NetParams) -> None:
+    def __init__(self, step: Callable[[Tensor, Tensor], NetParams], initial_params: NetParams) -> None:
         self.step = step
-        self.params: NetParams = (start[0].clone(), start[1].clone())
+        self.params: NetParams = (initial_params[0].clone(), initial_params[1].clone())
         self._graph: CapturedGraph[None] | None = None
 
     def advance(self, steps: int) -> None:

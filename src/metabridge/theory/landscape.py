@@ -24,7 +24,7 @@ from metabridge.errors import InputError, describe
 SolutionName = Literal["nal", "maml"]
 
 
-def adapted_covariance(Sigma: Tensor, alpha: float, s: float, fourth: Tensor | None = None) -> Tensor:
+def adapted_covariance(Sigma: Tensor, alpha: float, s: float, fourth_moments: Tensor | None = None) -> Tensor:
     """Return Q^{(s)}, the quadratic form of the risk after a step on s samples (Collins et al. 2022, §3).
 
     Q^{(s)} = (I − αΣ)Σ(I − αΣ) + (α²/s)(E[xxᵀΣxxᵀ] − Σ³).
@@ -33,7 +33,7 @@ def adapted_covariance(Sigma: Tensor, alpha: float, s: float, fourth: Tensor | N
         Sigma: Covariances Σ, (..., d, d).
         alpha: Step size α.
         s: Number of samples; infinite for a step on the expected loss.
-        fourth: E[xxᵀΣxxᵀ], (..., d, d). The default is tr(Σ²)Σ + 2Σ³, which holds for normal inputs.
+        fourth_moments: E[xxᵀΣxxᵀ], (..., d, d). The default is tr(Σ²)Σ + 2Σ³, which holds for normal inputs.
 
     Returns:
         Q^{(s)}, (..., d, d).
@@ -51,7 +51,7 @@ def adapted_covariance(Sigma: Tensor, alpha: float, s: float, fourth: Tensor | N
     square = Sigma @ Sigma
     cube = square @ Sigma
     trace = square.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    sampling = trace * Sigma + cube if fourth is None else fourth - cube
+    sampling = trace * Sigma + cube if fourth_moments is None else fourth_moments - cube
     return step @ Sigma @ step + (alpha * alpha / s) * sampling
 
 
@@ -71,14 +71,14 @@ def nal_solution(landscape: Landscape) -> Tensor:
     return _weighted_center(landscape, landscape.distribution.covariance)
 
 
-def maml_solution(landscape: Landscape, alpha: float, n2: float, *, fourth: Tensor | None = None) -> Tensor:
+def maml_solution(landscape: Landscape, alpha: float, n2: float, *, fourth_moments: Tensor | None = None) -> Tensor:
     """Return w*_MAML = E[Q^{(n₂)}]⁻¹E[Q^{(n₂)}w*], to which MAML converges (Collins et al. 2022, eq. 5).
 
     Args:
         landscape: Distribution of the tasks.
         alpha: Step size α.
         n2: Number n₂ of samples of the inner step; may be infinite.
-        fourth: E[xxᵀΣxxᵀ] of each group, (groups, d, d). The default is that of normal inputs.
+        fourth_moments: E[xxᵀΣxxᵀ] of each group, (groups, d, d). The default is that of normal inputs.
 
     Returns:
         w*_MAML, (d).
@@ -92,7 +92,7 @@ def maml_solution(landscape: Landscape, alpha: float, n2: float, *, fourth: Tens
     """
     _check_alpha(landscape, alpha)
     _check_samples("n2", n2)
-    return _weighted_center(landscape, adapted_covariance(landscape.distribution.covariance, alpha, n2, fourth))
+    return _weighted_center(landscape, adapted_covariance(landscape.distribution.covariance, alpha, n2, fourth_moments))
 
 
 def solution(name: SolutionName, landscape: Landscape, alpha: float, n2: float) -> Tensor:
@@ -118,7 +118,7 @@ def solution(name: SolutionName, landscape: Landscape, alpha: float, n2: float) 
 
 
 def risk_above_floor(
-    landscape: Landscape, w: Tensor, alpha: float, m: float, *, fourth: Tensor | None = None
+    landscape: Landscape, w: Tensor, alpha: float, m: float, *, fourth_moments: Tensor | None = None
 ) -> Tensor:
     """Return 𝓔_m(w) = ½ E‖w − w*‖² in the norm of Q^{(m)} (Collins et al. 2022, eq. 6, 7).
 
@@ -127,7 +127,7 @@ def risk_above_floor(
         w: Initializations, (..., d).
         alpha: Step size α.
         m: Number of samples of the test-time step; may be infinite.
-        fourth: E[xxᵀΣxxᵀ] of each group, (groups, d, d). The default is that of normal inputs.
+        fourth_moments: E[xxᵀΣxxᵀ] of each group, (groups, d, d). The default is that of normal inputs.
 
     Returns:
         𝓔_m of every initialization, (...).
@@ -136,8 +136,8 @@ def risk_above_floor(
         InputError: If a setting is out of range, or w has the wrong dimension.
 
     Example:
-        >>> world = HardEasy(rho_hard=0.25, rho_easy=1.0, dimension=2).landscape
-        >>> risk_above_floor(world, torch.zeros(2), alpha=1.0, m=math.inf)
+        >>> landscape = HardEasy(rho_hard=0.25, rho_easy=1.0, dimension=2).landscape
+        >>> risk_above_floor(landscape, torch.zeros(2), alpha=1.0, m=math.inf)
         tensor(0.0703, dtype=torch.float64)
     """
     _check_alpha(landscape, alpha)
@@ -149,7 +149,7 @@ def risk_above_floor(
             f"Use a last dimension of {landscape.dimension}."
         )
     # Within a group, E‖w − w*‖²_Q = ‖w − center‖²_Q + tr(Q·spread).
-    Q = adapted_covariance(distribution.covariance, alpha, m, fourth)
+    Q = adapted_covariance(distribution.covariance, alpha, m, fourth_moments)
     gap = w.double()[..., None, :] - distribution.center
     from_center = torch.einsum("...gi,gij,...gj->...g", gap, Q, gap)
     from_spread = torch.einsum("gij,gji->g", Q, distribution.spread)
@@ -157,7 +157,7 @@ def risk_above_floor(
 
 
 def noise_floor(landscape: Landscape, alpha: float, m: float) -> float:
-    """Return ½E[σ² + (α²/m)σ² tr(Σ²)], the part of F_m due to noise.
+    """Return ½E[σ² + (α²/m)σ² tr(Σ²)], the part of the expected loss F_m that is due to noise.
 
     Eq. 16 of Collins et al. 2022 lacks the factor ½, which is a misprint.
 
@@ -179,15 +179,15 @@ def noise_floor(landscape: Landscape, alpha: float, m: float) -> float:
     _check_alpha(landscape, alpha)
     _check_samples("m", m)
     distribution = landscape.distribution
-    step_share = alpha**2 / m * distribution.covariance.square().sum((-2, -1))  # noise that the step adds, over σ²
-    return float(distribution.probability @ (distribution.noise * (1 + step_share))) / 2
+    relative_step_noise = alpha**2 / m * distribution.covariance.square().sum((-2, -1))  # relative to σ²
+    return float(distribution.probability @ (distribution.noise * (1 + relative_step_noise))) / 2
 
 
 def best_alpha(name: SolutionName, landscape: Landscape, m: float) -> float:
-    """Return the step size α for which the solution with this α and n₂ = m has the smallest F_m.
+    """Return the step size α for which the solution with this α and n₂ = m has the smallest expected loss F_m.
 
-    MAML may have several local minima, one near the inverse of each group's curvature. The search therefore starts with
-    a grid of stable step sizes, and refines the best of them between its neighbors.
+    For MAML, F_m may have several local minima in α, one near the inverse of each group's curvature. The search
+    therefore starts with a grid of stable step sizes, and refines the best of them between its neighbors.
 
     Args:
         name: "nal" or "maml".
@@ -201,8 +201,8 @@ def best_alpha(name: SolutionName, landscape: Landscape, m: float) -> float:
         InputError: Unless `m` is infinite or an integer of at least 1.
 
     Example:
-        >>> world = HardEasy(rho_hard=0.25, rho_easy=1.0, dimension=2).landscape
-        >>> [round(best_alpha(name, world, m=math.inf), 6) for name in ("nal", "maml")]
+        >>> landscape = HardEasy(rho_hard=0.25, rho_easy=1.0, dimension=2).landscape
+        >>> [round(best_alpha(name, landscape, m=math.inf), 6) for name in ("nal", "maml")]
         [1.6, 1.0]
     """
     from scipy import optimize  # slow to import, and training does not need it
@@ -210,13 +210,13 @@ def best_alpha(name: SolutionName, landscape: Landscape, m: float) -> float:
     def loss(alpha: float) -> float:
         try:
             w = solution(name, landscape, alpha, m)
-        except InputError:  # the solution is not unique for this alpha: take that of a slightly smaller one
+        except InputError:  # the solution is not unique for this alpha: use a slightly smaller one
             w = solution(name, landscape, (1 - 1e-4) * alpha, m)
         return float(risk_above_floor(landscape, w, alpha, m)) + noise_floor(landscape, alpha, m)
 
     grid = torch.linspace(0, _largest_alpha(landscape), 202, dtype=torch.float64)[:-1].tolist()
-    best = min(range(len(grid)), key=lambda index: loss(grid[index]))
-    bounds = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
+    best_index = min(range(len(grid)), key=lambda index: loss(grid[index]))
+    bounds = grid[max(best_index - 1, 0)], grid[min(best_index + 1, len(grid) - 1)]
     return float(optimize.minimize_scalar(loss, bounds=bounds, method="bounded", options={"xatol": 1e-10}).x)
 
 
@@ -292,19 +292,19 @@ class Risks(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """The risk of NAL divided by the risk of MAML; infinite if only the latter is 0, and 1 if both are 0."""
+        """The risk of NAL divided by the risk of MAML; infinite if only MAML's risk is 0, and 1 if both are 0."""
         if self.maml == 0:
             return 1.0 if self.nal == 0 else math.inf
         return self.nal / self.maml
 
 
-def task_weights(world: HardEasy, alpha: float, m: float) -> tuple[float, float]:
+def task_weights(hard_easy: HardEasy, alpha: float, m: float) -> tuple[float, float]:
     """Return the weights a_H and a_E of hard and of easy tasks in MAML (Collins et al. 2022, eq. 21, 22).
 
-    a = ρ(1 − αρ)² + ((d + 1)/m)α²ρ³.
+    a = ρ(1 − αρ)² + ((d + 1)/m)α²ρ³, where ρ is the input variance ρ_H of hard tasks or ρ_E of easy tasks.
 
     Args:
-        world: The distribution of hard and easy tasks.
+        hard_easy: The distribution of hard and easy tasks.
         alpha: Step size α.
         m: Number of samples of the inner step; may be infinite.
 
@@ -318,24 +318,24 @@ def task_weights(world: HardEasy, alpha: float, m: float) -> tuple[float, float]
         >>> task_weights(HardEasy(0.5, 1.0), alpha=1.0, m=math.inf)
         (0.125, 0.0)
     """
-    _check_alpha(world.landscape, alpha)
+    _check_alpha(hard_easy.landscape, alpha)
     _check_samples("m", m)
     a_H, a_E = (
-        rho * (1 - alpha * rho) ** 2 + (world.dimension + 1) / m * alpha**2 * rho**3
-        for rho in (world.rho_hard, world.rho_easy)
+        rho * (1 - alpha * rho) ** 2 + (hard_easy.dimension + 1) / m * alpha**2 * rho**3
+        for rho in (hard_easy.rho_hard, hard_easy.rho_easy)
     )
     return a_H, a_E
 
 
-def hard_easy_risks(world: HardEasy, alpha: float, m: float) -> Risks:
+def hard_easy_risks(hard_easy: HardEasy, alpha: float, m: float) -> Risks:
     """Return the risks of NAL and MAML with n₂ = m on hard and easy tasks (Collins et al. 2022, cor. 1, eq. 10, 11).
 
-    After collecting terms,
+    With the symbols of `HardEasy` and `task_weights`, and with like terms collected,
     𝓔(NAL)  = (d/4)[a_H r_H + a_E r_E + R²(a_H ρ_E² + a_E ρ_H²)/(ρ_E + ρ_H)²] and
     𝓔(MAML) = (d/4)[a_H r_H + a_E r_E + R² a_E a_H/(a_E + a_H)].
 
     Args:
-        world: The distribution of hard and easy tasks.
+        hard_easy: The distribution of hard and easy tasks.
         alpha: Step size α.
         m: Number of samples of the inner step and of the test-time step; may be infinite.
 
@@ -346,26 +346,27 @@ def hard_easy_risks(world: HardEasy, alpha: float, m: float) -> Risks:
         InputError: If a setting is out of range.
 
     Example:
-        >>> world = HardEasy(0.1, 0.9, R=5.0, r_hard=2.0, r_easy=2.0)
-        >>> round(hard_easy_risks(world, alpha=1 / 0.9, m=500).ratio, 1)
+        >>> hard_easy = HardEasy(0.1, 0.9, R=5.0, r_hard=2.0, r_easy=2.0)
+        >>> round(hard_easy_risks(hard_easy, alpha=1 / 0.9, m=500).ratio, 1)
         3.0
     """
-    a_H, a_E = task_weights(world, alpha, m)
-    rho_H, rho_E = world.rho_hard, world.rho_easy
-    within_groups = a_H * world.r_hard + a_E * world.r_easy
+    a_H, a_E = task_weights(hard_easy, alpha, m)
+    rho_H, rho_E = hard_easy.rho_hard, hard_easy.rho_easy
+    within_groups = a_H * hard_easy.r_hard + a_E * hard_easy.r_easy
     nal_factor = (a_H * rho_E**2 + a_E * rho_H**2) / (rho_E + rho_H) ** 2
     maml_factor = a_E * a_H / (a_E + a_H) if a_E + a_H else 0.0  # both are 0 if the step solves all tasks
-    nal, maml = (world.dimension / 4 * (within_groups + world.R**2 * factor) for factor in (nal_factor, maml_factor))
+    d, R = hard_easy.dimension, hard_easy.R
+    nal, maml = (d / 4 * (within_groups + R**2 * factor) for factor in (nal_factor, maml_factor))
     return Risks(nal, maml)
 
 
-def asymptotic_ratio(world: HardEasy) -> float:
+def asymptotic_ratio(hard_easy: HardEasy) -> float:
     """Return 1 + R²/r_H, the limit of 𝓔(NAL)/𝓔(MAML) (Collins et al. 2022, cor. 2).
 
-    It holds for α = 1/ρ_E, 0 < ρ_H ≪ ρ_E and m ≫ d.
+    The ratio of the risks is close to this limit for α = 1/ρ_E, 0 < ρ_H ≪ ρ_E and m ≫ d.
 
     Args:
-        world: The distribution of hard and easy tasks.
+        hard_easy: The distribution of hard and easy tasks.
 
     Returns:
         The ratio; infinite if r_H is 0.
@@ -374,7 +375,7 @@ def asymptotic_ratio(world: HardEasy) -> float:
         >>> asymptotic_ratio(HardEasy(0.1, 0.9, R=2.0, r_hard=0.5))
         9.0
     """
-    return 1 + world.R**2 / world.r_hard if world.r_hard else math.inf
+    return 1 + hard_easy.R**2 / hard_easy.r_hard if hard_easy.r_hard else math.inf
 
 
 def _weighted_center(landscape: Landscape, weights: Tensor) -> Tensor:

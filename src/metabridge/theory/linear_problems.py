@@ -1,4 +1,4 @@
-"""Random linear regression problems with hard and easy tasks, and the exact risks of NAL and MAML on them."""
+"""Random linear regression problems of hard and easy tasks, and risks of non-adaptive learning (NAL) and MAML."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from metabridge.theory.landscape import (
     risk_above_floor,
 )
 
-MAX_STEP = 1.5  # maximum of α times the largest curvature; gradient descent diverges from 2 on
+MAX_STEP = 1.5  # maximum of α times the largest curvature; gradient descent diverges at 2 and above
 
 
 @dataclass(frozen=True, eq=False)
 class LinearProblem:
-    """A distribution of linear regression tasks, and how adaptation learns a task.
+    """A distribution of linear regression tasks, with the step size and the number of samples of adaptation.
 
     Args:
         landscape: Distribution of the tasks.
@@ -85,7 +85,9 @@ class LinearProblem:
         return LinearTasks(self.landscape, self.m, queries)
 
     def trained_risks(self, tasks: int, queries: int, seed: int) -> Risks:
-        """Train NAL and MAML on sampled tasks, and return the exact risk 𝓔_m of each.
+        """Train NAL and MAML on sampled tasks, and return the risk 𝓔_m of each solution in closed form.
+
+        See `risk_above_floor` for 𝓔_m.
 
         Args:
             tasks: Number of training tasks.
@@ -99,7 +101,7 @@ class LinearProblem:
         return self._risks(empirical_nal(episodes), empirical_maml(episodes, self.alpha))
 
     def population_risks(self) -> Risks:
-        """Return the risk 𝓔_m of NAL and of MAML after training on infinitely many tasks."""
+        """Return the risk 𝓔_m of NAL and of MAML after training on infinitely many tasks; see `risk_above_floor`."""
         return self._risks(nal_solution(self.landscape), maml_solution(self.landscape, self.alpha, self.m))
 
     def _risks(self, nal: Tensor, maml: Tensor) -> Risks:

@@ -1,7 +1,7 @@
 """SGD for MAML and non-adaptive learning (NAL) on linear models (Collins et al. 2022, app. C.1).
 
-Many independent runs are trained at once. The gradients are written out by hand, so one step of all runs is a few
-batched products.
+Many independent runs are trained at once. The gradients are computed by explicit formulas instead of autograd, so one
+step of all runs is a few batched products.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from metabridge.environments.linear_tasks import Landscape, LinearTasks, Logisti
 from metabridge.episodes import Episodes
 
 LinearEnvironment = LinearTasks | LogisticTasks
-Name = TypeVar("Name", bound=str)
-MAX_SAMPLED_VALUES = 4_000_000  # input values that one call of `sample` returns, to bound the memory
+LearnerName = TypeVar("LearnerName", bound=str)
+MAX_SAMPLED_VALUES = 4_000_000  # maximum number of input elements per call of `sample`, which limits the memory
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class SquaredLoss:
         return _predict(self.xx, v)
 
     @staticmethod
-    def pointwise(predictions: Tensor, y: Tensor) -> Tensor:
+    def pointwise_loss(predictions: Tensor, y: Tensor) -> Tensor:
         """Return the loss of each point.
 
         Args:
@@ -161,7 +161,7 @@ class LogisticLoss:
         return _mean_product(self.x, probability * (1 - probability) * _predict(self.x, v))
 
     @staticmethod
-    def pointwise(logits: Tensor, y: Tensor) -> Tensor:
+    def pointwise_loss(logits: Tensor, y: Tensor) -> Tensor:
         """Return the loss of each point.
 
         Args:
@@ -200,13 +200,13 @@ def maml_gradient(inner: Loss, outer: Loss, w: Tensor, alpha: float) -> Tensor:
 
 def train_linear_models(
     environment: LinearEnvironment,
-    learners: Mapping[Name, LinearLearner],
+    learners: Mapping[LearnerName, LinearLearner],
     generator: torch.Generator,
     *,
     iterations: int,
     runs: int,
     batch_size: int = 1,
-) -> dict[Name, Tensor]:
+) -> dict[LearnerName, Tensor]:
     """Train several learners from w = 0 on the same sequence of tasks, in independent runs.
 
     Each SGD step follows the weighted mean of its tasks' gradients. MAML adapts to the support points and learns from
@@ -235,8 +235,8 @@ def train_linear_models(
     for episodes in _sample_chunks(environment, iterations, runs * batch_size, generator):
         shape = (-1, runs, batch_size)
         x_in, y_in, x_out, y_out = (tensor.unflatten(0, shape) for tensor in _inputs_and_targets(episodes))
-        inner, outer = _loss(environment, x_in, y_in), _loss(environment, x_out, y_out)
-        pooled = _loss(environment, torch.cat([x_in, x_out], -2), torch.cat([y_in, y_out], -1))
+        inner_loss, outer_loss = _loss(environment, x_in, y_in), _loss(environment, x_out, y_out)
+        joint_loss = _loss(environment, torch.cat([x_in, x_out], -2), torch.cat([y_in, y_out], -1))
         is_hard = _is_hard(episodes).unflatten(0, shape)
         task_weights = {
             learner.hard_weight: _task_weights(is_hard, learner.hard_weight) for learner in learners.values()
@@ -245,9 +245,9 @@ def train_linear_models(
             for name, learner in learners.items():
                 w = weights[name][:, None]
                 if learner.alpha is None:
-                    grads = pooled[i].grad(w)
+                    grads = joint_loss[i].grad(w)
                 else:
-                    grads = maml_gradient(inner[i], outer[i], w, learner.alpha)
+                    grads = maml_gradient(inner_loss[i], outer_loss[i], w, learner.alpha)
                 weights[name] -= learner.lr * (task_weights[learner.hard_weight][i] * grads).sum(1)
     return weights
 
@@ -280,7 +280,7 @@ def sampled_test_loss(
         x_in, y_in, x_out, y_out = (tensor.unflatten(0, (-1, runs)) for tensor in _inputs_and_targets(episodes))
         loss = _loss(environment, x_in, y_in)
         adapted = w - alpha * loss.grad(w)
-        losses.append(loss.pointwise(_predict(x_out, adapted), y_out).mean(-1))
+        losses.append(loss.pointwise_loss(_predict(x_out, adapted), y_out).mean(-1))
     return torch.cat(losses).mean(0)
 
 

@@ -1,4 +1,4 @@
-"""Loss surfaces of students with a single neuron in the plane, and their minima (Collins et al. 2022, §4)."""
+"""Loss surfaces of students with a single neuron of two weights, and their minima (Collins et al. 2022, §4)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from metabridge.models.network import Params
 from metabridge.solvers import GradientDescent, Problem, task_loss
 
 EXTENT = 2.0  # surfaces cover −2 to 2 along both axes
-SEARCH_POINTS = 25  # points per axis of the grid on which the search for a minimum starts
+SEARCH_POINTS = 25  # points per axis of the grid whose best point is the start of the search for a minimum
 PRECISION = 1e-4  # of the position of a minimum
 
 

@@ -1,4 +1,7 @@
-"""Minima of the losses of NAL and MAML for students with a single neuron, on sampled episodes and on the population."""
+"""Minima of the losses of non-adaptive learning (NAL) and MAML for students with a single neuron.
+
+The losses are those on sampled episodes and on the population.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from torch import Tensor
 from metabridge.theory.loss_surface import LossSurface, neuron_grid
 from metabridge.theory.teachers import TeacherTask, lowest_stationary_point, maml_loss, nal_loss, sample_episodes
 
-TEST_QUERIES = 100  # query examples of an episode on which the risks of the minima are measured
+TEST_QUERIES = 100  # query examples per test episode; the risks of the minima are measured on test episodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +27,7 @@ class SampledMinima:
         tasks: The tasks, which have a single neuron with two weights and the same activation.
         alpha: Step size α of adaptation.
         positions: The neuron at the minimum for each draw, (draws, 2).
-        risks: The loss after one adaptation step on new episodes, for each draw.
+        risks: The loss of this neuron on new episodes after one adaptation step, for each draw.
         surfaces: The losses of the first draw on a square grid of neurons.
 
     Example:
@@ -65,7 +68,7 @@ class SampledMinima:
             queries: Number of query examples of an episode.
             episodes: Number of episodes of each task.
             test_episodes: Number of new episodes of each task on which the risks are measured.
-            draws: Number of times that all episodes are drawn.
+            draws: Number of independent draws of all episodes.
             grid_size: Number of grid points per axis of the loss surfaces.
             seed: Seed of the episodes.
 
@@ -78,11 +81,11 @@ class SampledMinima:
         risks: dict[str, list[float]] = {"NAL": [], "MAML": []}
         surfaces: dict[str, Tensor] = {}
         for _ in range(draws):
-            sampled = sample_episodes(tasks, episodes, shots, queries, generator)
-            test = sample_episodes(tasks, test_episodes, shots, TEST_QUERIES, generator)
-            risk = LossSurface(activation, test, alpha)
+            train_set = sample_episodes(tasks, episodes, shots, queries, generator)
+            test_set = sample_episodes(tasks, test_episodes, shots, TEST_QUERIES, generator)
+            risk = LossSurface(activation, test_set, alpha)
             for method, inner_lr in (("NAL", None), ("MAML", alpha)):
-                loss = LossSurface(activation, sampled, inner_lr)
+                loss = LossSurface(activation, train_set, inner_lr)
                 if method not in surfaces:
                     surfaces[method] = loss(neuron_grid(grid_size))
                 positions[method].append(loss.minimum())
@@ -102,7 +105,7 @@ class SampledMinima:
         return torch.cdist(self.positions[method], torch.tensor(neurons, dtype=torch.float64)).mean(1).tolist()
 
     def population_minima(self) -> dict[str, Tensor] | None:
-        """Return the minimum of the population loss (m = ∞) of each method, found from the sampled minima.
+        """Return the minimum of each method's population loss, by searches that start at the sampled minima.
 
         Returns:
             The neuron at each minimum, (2); None if a sampled minimum has a lower loss than all stationary points.

@@ -52,7 +52,7 @@ class TeacherTask:
         For ReLU it is computed in closed form, since a sum over finitely many inputs would have a wrong second
         derivative. For other activations it is computed by Gauss–Hermite quadrature, for inputs of at most 3
         dimensions. The gradients of the quadrature are accurate to half a percent for neurons w with √ρ‖w‖ up to 1.5
-        (tanh) or 3 (sigmoid); steeper neurons are not resolved.
+        (tanh) or 3 (sigmoid), and inaccurate for steeper neurons.
 
         Args:
             W: Neurons of the student, (M, d).
@@ -194,25 +194,25 @@ def maml_loss(tasks: Sequence[TeacherTask], alpha: float) -> Callable[[Tensor], 
     return lambda W: torch.stack([task.loss(task.adapt(W, alpha)) for task in tasks]).mean()
 
 
-def stationary_points(loss: Callable[[Tensor], Tensor], starts: Iterable[Tensor]) -> list[Tensor]:
+def stationary_points(loss: Callable[[Tensor], Tensor], starting_points: Iterable[Tensor]) -> list[Tensor]:
     """Return the distinct stationary points that a root finder for ∇loss reaches from some starting points.
 
     Points farther from the origin than `MAX_NORM` are left out.
 
     Args:
         loss: A function of the neurons.
-        starts: Starting points of the search.
+        starting_points: Starting points of the search.
 
     Returns:
-        The stationary points, at most one for each start.
+        The stationary points, at most one for each starting point.
 
     Example:
-        >>> starts = torch.tensor([[0.8], [1.2]])
-        >>> [point.tolist() for point in stationary_points(lambda W: (W**4 - 2 * W**2).sum(), starts)]
+        >>> starting_points = torch.tensor([[0.8], [1.2]])
+        >>> [point.tolist() for point in stationary_points(lambda W: (W**4 - 2 * W**2).sum(), starting_points)]
         [[1.0]]
     """
     result: list[Tensor] = []
-    for start in starts:
+    for start in starting_points:
         shape = start.shape
 
         def gradient(flat: NDArray[np.float64], shape: torch.Size = shape) -> NDArray[np.float64]:
@@ -226,12 +226,12 @@ def stationary_points(loss: Callable[[Tensor], Tensor], starts: Iterable[Tensor]
     return result
 
 
-def lowest_stationary_point(loss: Callable[[Tensor], Tensor], starts: Iterable[Tensor]) -> Tensor | None:
+def lowest_stationary_point(loss: Callable[[Tensor], Tensor], starting_points: Iterable[Tensor]) -> Tensor | None:
     """Return the stationary point with the lowest loss that is reached from some starting points.
 
     Args:
         loss: A function of the neurons.
-        starts: Starting points of the search.
+        starting_points: Starting points of the search.
 
     Returns:
         The point; None if a starting point has a lower loss. With ReLU, a loss can have its minimum at a kink.
@@ -240,9 +240,10 @@ def lowest_stationary_point(loss: Callable[[Tensor], Tensor], starts: Iterable[T
         >>> lowest_stationary_point(lambda W: (W**4 - 2 * W**2).sum(), torch.tensor([[0.1], [0.8]])).tolist()
         [1.0]
     """
-    starts = list(starts)
-    lowest = min([*stationary_points(loss, starts), *starts], key=lambda point: float(loss(point)))
-    return None if any(lowest is start for start in starts) else lowest
+    starting_points = list(starting_points)
+    candidates = [*stationary_points(loss, starting_points), *starting_points]
+    lowest = min(candidates, key=lambda point: float(loss(point)))
+    return None if any(lowest is start for start in starting_points) else lowest
 
 
 @dataclass(frozen=True)
@@ -253,19 +254,19 @@ class HardTaskPreference:
         alpha: Step size α.
         ratio: ‖∇f₁(W)‖/‖∇f₂(W)‖, which is 1 at stationary points of NAL's loss.
         adapted_ratio: ‖∇f₁(W₁)‖/‖∇f₂(W₂)‖, where W₁ and W₂ are W after a step on each task.
-        hard: Smallest and largest curvature of f₁ at W, β₁ and L₁.
-        easy: Smallest and largest curvature of f₂ at W, β₂ and L₂.
+        hard_curvatures: Smallest and largest curvature of f₁ at W, β₁ and L₁.
+        easy_curvatures: Smallest and largest curvature of f₂ at W, β₂ and L₂.
 
     Example:
-        >>> HardTaskPreference(1.0, 0.5, 0.5, hard=(0.1, 0.5), easy=(0.25, 0.5)).adapted_bound
+        >>> HardTaskPreference(1.0, 0.5, 0.5, (0.1, 0.5), easy_curvatures=(0.25, 0.5)).adapted_bound
         1.5
     """
 
     alpha: float
     ratio: float
     adapted_ratio: float
-    hard: tuple[float, float]
-    easy: tuple[float, float]
+    hard_curvatures: tuple[float, float]
+    easy_curvatures: tuple[float, float]
 
     @classmethod
     def measure(cls, W: Tensor, hard: TeacherTask, easy: TeacherTask, alpha: float) -> HardTaskPreference:
@@ -291,12 +292,13 @@ class HardTaskPreference:
     @property
     def applies(self) -> bool:
         """Whether the assumptions of the proof hold at this point: both losses are convex and α < 1/L."""
-        return min(self.hard[0], self.easy[0]) > 0 and self.alpha * max(self.hard[1], self.easy[1]) < 1
+        smallest, largest = zip(self.hard_curvatures, self.easy_curvatures)
+        return min(smallest) > 0 and self.alpha * max(largest) < 1
 
     @property
     def adapted_bound(self) -> float:
         """(1 − αβ₂)/(1 − αL₁), the upper bound on `adapted_ratio` (Collins et al. 2022, eq. 33)."""
-        return (1 - self.alpha * self.easy[0]) / (1 - self.alpha * self.hard[1])
+        return (1 - self.alpha * self.easy_curvatures[0]) / (1 - self.alpha * self.hard_curvatures[1])
 
     @property
     def bound(self) -> float:
@@ -306,7 +308,7 @@ class HardTaskPreference:
     @property
     def printed_bound(self) -> float:
         """(1 − 2αβ₂)/(1 − αL₁)², which equals `bound` up to O(α²) and is printed in theorem 1 (eq. 13)."""
-        return (1 - 2 * self.alpha * self.easy[0]) / (1 - self.alpha * self.hard[1]) ** 2
+        return (1 - 2 * self.alpha * self.easy_curvatures[0]) / (1 - self.alpha * self.hard_curvatures[1]) ** 2
 
 
 def hard_task_preferences(
@@ -336,8 +338,8 @@ def hard_task_preferences(
         hard = TeacherTask(hard_teacher, activation, hard_variance)
         easy = TeacherTask(easy_teacher, activation, easy_variance)
         alpha = relative_alpha / float(easy.curvatures(easy_teacher)[-1])
-        starts = (hard_teacher, easy_teacher, (hard_teacher + easy_teacher) / 2)
-        points = stationary_points(maml_loss([hard, easy], alpha), starts)
+        starting_points = (hard_teacher, easy_teacher, (hard_teacher + easy_teacher) / 2)
+        points = stationary_points(maml_loss([hard, easy], alpha), starting_points)
         preferences += [HardTaskPreference.measure(point, hard, easy, alpha) for point in points]
     return preferences
 
@@ -349,8 +351,8 @@ def _relu_products(W: Tensor, V: Tensor) -> Tensor:
     """
     inner = W @ V.mT
     area = W.square().sum(-1)[:, None] * V.square().sum(-1) - inner.square()
-    positive = area > 0  # if not, the neurons are parallel, and the square root has no finite derivative
-    area = torch.where(positive, torch.where(positive, area, 1.0).sqrt(), 0.0)
+    is_positive = area > 0  # if not, the neurons are parallel, and the square root has no finite derivative
+    area = torch.where(is_positive, torch.where(is_positive, area, 1.0).sqrt(), 0.0)
     return (area + (math.pi - torch.atan2(area, inner)) * inner) / (2 * math.pi)
 
 
@@ -365,8 +367,8 @@ def _normal_points(dimension: int) -> tuple[NDArray[np.float64], NDArray[np.floa
     """Return points and weights with Σ weight·g(point) ≈ E g(x) for x ~ N(0, I)."""
     nodes, weights = np.polynomial.hermite_e.hermegauss(QUADRATURE_NODES)
 
-    def product(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    def cartesian_power(values: NDArray[np.float64]) -> NDArray[np.float64]:
         return np.stack(np.meshgrid(*[values] * dimension, indexing="ij"), -1).reshape(-1, dimension)
 
-    product_weights = product(weights).prod(-1)
-    return product(nodes), product_weights / product_weights.sum()
+    product_weights = cartesian_power(weights).prod(-1)
+    return cartesian_power(nodes), product_weights / product_weights.sum()

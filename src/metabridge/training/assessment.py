@@ -10,12 +10,12 @@ from torch import Tensor
 from metabridge.environments.image_tasks import ImageTasks
 from metabridge.errors import InputError
 from metabridge.training.evaluation import (
-    UNCHANGED,
+    NO_AUGMENTATION,
     Predictor,
     Score,
     Scorer,
     TestTimeAugmentation,
-    correct,
+    correct_predictions,
     predictions,
 )
 
@@ -28,7 +28,7 @@ class Assessment:
 
     Args:
         score: Mean accuracy over all tasks.
-        classes: Accuracy on the queries of each class, over all tasks with this class, by the name of the class.
+        classes: Accuracy on the queries of each class, over all tasks with this class, by class name.
         calibration: For each non-empty bin of confidence, the mean confidence, the accuracy and the fraction of queries
             in the bin.
     """
@@ -38,7 +38,7 @@ class Assessment:
     calibration: tuple[tuple[float, float, float], ...]
 
     @property
-    def worst(self) -> tuple[str, float]:
+    def worst_class(self) -> tuple[str, float]:
         """The class with the lowest accuracy, and this accuracy."""
         return min(self.classes.items(), key=lambda item: item[1])
 
@@ -54,12 +54,12 @@ def assess(
     *,
     tasks: int = 600,
     seed: int = 0,
-    augmentation: TestTimeAugmentation = UNCHANGED,
+    augmentation: TestTimeAugmentation = NO_AUGMENTATION,
     progress: bool = False,
 ) -> Assessment:
     """Evaluate a classifier on the same tasks as `evaluate`, with its accuracy on each class and its calibration.
 
-    A query whose outputs are not finite counts as wrong; it is left out of the calibration.
+    A query whose outputs are not finite counts as wrong, and is left out of the calibration.
 
     Args:
         model: Trained model, or a kernel predictor.
@@ -67,7 +67,7 @@ def assess(
         tasks: Number of tasks, at least 2.
         seed: Seed of the tasks.
         augmentation: Changes to the images at test time.
-        progress: Whether to show a progress bar; there is one only if features are computed once per image.
+        progress: Whether to show a progress bar. It is available only if features are computed once per image.
 
     Returns:
         The assessment.
@@ -95,7 +95,7 @@ def assess(
     ):
         scorer.add(outputs, episodes)
         assert episodes.classes is not None
-        is_correct = correct(outputs, episodes).double()
+        is_correct = correct_predictions(outputs, episodes).double()
         class_indices = episodes.classes.gather(1, episodes.query_y)
         _add_at(correct_queries, class_indices, is_correct)
         _add_at(queries, class_indices, torch.ones_like(is_correct))
@@ -111,13 +111,13 @@ def assess(
             "or fewer steps, or train again with a lower learning rate."
         )
     names = environment.class_names
-    present = queries.nonzero().squeeze(1).tolist()
+    sampled_classes = queries.nonzero().squeeze(1).tolist()
     return Assessment(
         score,
-        {names[index]: float(correct_queries[index] / queries[index]) for index in present},
+        {names[index]: float(correct_queries[index] / queries[index]) for index in sampled_classes},
         tuple(
-            (float(confidence_sum / count), float(hits / count), float(count / bins[:, 2].sum()))
-            for confidence_sum, hits, count in bins
+            (float(confidence_sum / count), float(correct_count / count), float(count / bins[:, 2].sum()))
+            for confidence_sum, correct_count, count in bins
             if count > 0
         ),
     )

@@ -63,7 +63,7 @@ class Augment:
 
     @classmethod
     def for_size(cls, size: int) -> Augment:
-        """Return the default augmentation of photographs of a size: padding 8 for 64 pixels or more, otherwise 4.
+        """Return the default augmentation for photographs of this size: padding 8 from 64 pixels on, otherwise 4.
 
         Args:
             size: Height and width of the images in pixels.
@@ -143,7 +143,7 @@ class Augment:
         n, _, height, width = images.shape
         device = images.device
         down, right = torch.randint(2 * self.padding + 1, (2, n, 1), generator=generator, device=device)
-        rows, columns = (torch.arange(side, device=device).expand(n, side) for side in (height, width))
+        rows, columns = (torch.arange(length, device=device).expand(n, length) for length in (height, width))
         if self.flip:
             mirrored = torch.rand(n, 1, generator=generator, device=device) < 0.5
             columns = torch.where(mirrored, width - 1 - columns, columns)
@@ -159,11 +159,11 @@ class Augment:
         n, channels = images.shape[:2]
         area, ratio, down, right, flip = torch.rand(5, n, generator=generator, device=images.device)
         area = scale[0] + (scale[1] - scale[0]) * area
-        root = torch.exp((ratio - 0.5) * math.log(4 / 3))  # square root of the aspect ratio
-        root = root.clamp(area.sqrt(), area.rsqrt())  # a large rectangle fits only if it is nearly square
-        width, height = area.sqrt() * root, area.sqrt() / root
+        sqrt_ratio = torch.exp((ratio - 0.5) * math.log(4 / 3))  # square root of the aspect ratio
+        sqrt_ratio = sqrt_ratio.clamp(area.sqrt(), area.rsqrt())  # a large rectangle fits only if it is nearly square
+        width, height = area.sqrt() * sqrt_ratio, area.sqrt() / sqrt_ratio
         zero = torch.zeros_like(width)
-        signed_width = torch.where(flip < 0.5, -width, width) if self.flip else width  # negative: mirrored
+        signed_width = torch.where(flip < 0.5, -width, width) if self.flip else width  # negative if mirrored
         x_row = torch.stack([signed_width, zero, (1 - width) * (2 * right - 1)], -1)
         y_row = torch.stack([zero, height, (1 - height) * (2 * down - 1)], -1)
         grid = F.affine_grid(torch.stack([x_row, y_row], 1), [n, channels, *shape], align_corners=False)
@@ -173,7 +173,7 @@ class Augment:
         """Return images with random brightness, contrast and saturation."""
         n, channels = images.shape[:2]
         draws = torch.rand(2, 3, n, 1, 1, 1, generator=generator, device=images.device)
-        order = draws[0].argsort(0)  # 0 brightness, 1 contrast, 2 saturation
+        order = draws[0].argsort(0)  # of the changes 0 brightness, 1 contrast, 2 saturation
         factors = 1 + self.jitter * (2 * draws[1] - 1)
         luma = torch.tensor(LUMA if channels == 3 else (1 / channels,) * channels, device=images.device)
         for change, factor in zip(order, factors):

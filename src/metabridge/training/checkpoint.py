@@ -29,14 +29,14 @@ from metabridge.learners.method import Method, balancing_regularizer
 from metabridge.models import BUILDERS, FORMER_NAMES, Network, Params, build
 from metabridge.models.size_limit import SizeLimit
 from metabridge.solvers import Solver, task_loss
-from metabridge.training.config import plain_number, replace_former_names
+from metabridge.training.config import as_python_number, replace_former_names
 
 # Sections of settings.json, and whether each may be null.
 SECTIONS = {"model": True, "method": False, "tasks": True, "validation": True, "training": False}
-FILES = ("weights.safetensors", "state.safetensors", "metrics.jsonl")  # of a run, besides its settings
+FILES = ("weights.safetensors", "state.safetensors", "metrics.jsonl")  # files of a run besides settings.json
 VERSION = 2  # format of settings.json; increase it if older versions of metabridge would misread a new format
 
-CHECKSUM = "crc32"  # metadata key; the checksum of the whole file, computed with _NO_CHECKSUM as its value
+CHECKSUM = "crc32"  # metadata key of the checksum of the file, which is computed with _NO_CHECKSUM in its place
 _NO_CHECKSUM = "00000000"
 
 
@@ -53,10 +53,13 @@ class RunFolder:
             InputError: If the settings cannot be read, or are missing although there are other files of a run.
         """
         settings = self.settings() if (self.path / "settings.json").exists() else None
-        present = [name for name in FILES if (self.path / name).exists()]
-        if settings is None and present:
-            raise InputError(f"{self.path} contains {present[0]}, but no settings.json of a run. Use another folder.")
-        return settings if "state.safetensors" in present else None  # without a state, there is nothing to continue
+        existing_files = [name for name in FILES if (self.path / name).exists()]
+        if settings is None and existing_files:
+            raise InputError(
+                f"{self.path} contains {existing_files[0]}, but no settings.json of a run. Use another folder."
+            )
+        # without a state, there is nothing to continue
+        return settings if "state.safetensors" in existing_files else None
 
     def check_same_settings(self, stored: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         """Raise an `InputError` if the run's stored settings differ from `settings` in more than the iterations."""
@@ -100,22 +103,22 @@ class RunFolder:
             if section not in settings:
                 raise InputError(f"{file} is damaged: the {section} is missing. Restore it from a copy.")
             if not (isinstance(settings[section], dict) or (may_be_null and settings[section] is None)):
-                raise damaged(file, f"its {section} is {settings[section]!r}")
+                raise damage_error(file, f"its {section} is {settings[section]!r}")
         return settings if settings["version"] == VERSION else upgrade_from_version_1(settings)
 
-    def write(self, name: str, tensors: Mapping[str, Tensor], notes: Mapping[str, object]) -> None:
-        """Write tensors, and JSON notes in the metadata, to `name`.safetensors."""
+    def write(self, name: str, tensors: Mapping[str, Tensor], metadata: Mapping[str, object]) -> None:
+        """Write tensors to `name`.safetensors, with `metadata` as JSON in its header."""
         from safetensors.torch import save
 
         contiguous = {key: value.detach().cpu().contiguous() for key, value in tensors.items()}
-        header, values = _split_header(save(contiguous, {"metabridge": json.dumps(notes), CHECKSUM: _NO_CHECKSUM}))
+        header, values = _split_header(save(contiguous, {"metabridge": json.dumps(metadata), CHECKSUM: _NO_CHECKSUM}))
         header = header.replace(
             _checksum_entry(_NO_CHECKSUM), _checksum_entry(_checksum(header, values, _NO_CHECKSUM)), 1
         )
         write_atomically(self.path / f"{name}.safetensors", b"".join((header, values)), follow=False)
 
     def read(self, name: str) -> tuple[Params, dict[str, Any]] | None:
-        """Return the tensors and notes of `name`.safetensors, or None if there is no such file."""
+        """Return the tensors and the metadata of `name`.safetensors, or None if there is no such file."""
         from safetensors import SafetensorError
         from safetensors.torch import load
 
@@ -130,17 +133,17 @@ class RunFolder:
             ) from error
         try:
             header, values = _split_header(content)
-            metadata = json.loads(header[8:])["__metadata__"]
-            has_checksum = set(metadata) != {"metabridge"}  # early files of version 0.1.0 have none
-            if has_checksum and _checksum(header, values, metadata[CHECKSUM]) != metadata[CHECKSUM]:
+            texts = json.loads(header[8:])["__metadata__"]
+            has_checksum = set(texts) != {"metabridge"}  # early files of version 0.1.0 have none
+            if has_checksum and _checksum(header, values, texts[CHECKSUM]) != texts[CHECKSUM]:
                 raise InputError("its checksum is wrong")
-            notes = json.loads(metadata["metabridge"])
-            if not isinstance(notes, dict):
+            metadata = json.loads(texts["metabridge"])
+            if not isinstance(metadata, dict):
                 raise InputError("its metadata was not written by metabridge")
-            return load(content), notes
+            return load(content), metadata
         except (SafetensorError, *PARSING_ERRORS) as error:
             raise InputError(
-                f"{file} is damaged or not of a run ({error}). Delete it, or restore it from a copy."
+                f"{file} is damaged or is not a file of a run ({error}). Delete it, or restore it from a copy."
             ) from error
 
     def write_metrics(self, points: list[dict[str, object]]) -> None:
@@ -155,7 +158,7 @@ def json_round_trip(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def upgrade_from_version_1(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings in format 1, which version 0.1.0 wrote, converted to today's format.
+    """Convert settings from format 1, which version 0.1.0 wrote, to the current format.
 
     The model and the method are the same in both formats, so the fingerprint in old weights stays valid.
     """
@@ -165,18 +168,18 @@ def upgrade_from_version_1(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_new_spelling(value: Any) -> Any:
-    """Return a setting of version 0.1.0 with the names of fields in today's spelling."""
+    """Convert the names of fields in a setting of version 0.1.0 to the current spelling."""
     if isinstance(value, dict):
         return {name.replace("centre", "center"): _with_new_spelling(item) for name, item in value.items()}
     return [_with_new_spelling(item) for item in value] if isinstance(value, list) else value
 
 
 def fingerprint(settings: Mapping[str, Any]) -> int:
-    """Return a checksum of the model and the method, to detect weights that were trained with other settings."""
+    """Return a checksum of the settings of the model and the method, to detect weights that do not belong to them."""
     return zlib.crc32(json.dumps([settings["model"], settings["method"]], sort_keys=True).encode())
 
 
-def damaged(file: Path, reason: object) -> InputError:
+def damage_error(file: Path, reason: object) -> InputError:
     """Return the error for a file of a run that cannot be used."""
     return InputError(f"{file} is damaged: {reason}. Restore it from a copy, or use another folder.")
 
@@ -201,28 +204,28 @@ def write_method(method: Method) -> dict[str, object]:
 
 
 def read_method(data: Mapping[str, Any]) -> Method:
-    """Return the method that `write_method` described.
+    """Return the method from the dictionary that `write_method` returned.
 
     >>> from metabridge.learners.method import method
     >>> read_method(write_method(method("r2d2"))) == method("r2d2")
     True
     """
     data = dict(data)
-    # the format has the key names of version 0.1.0
+    # the keys are those of version 0.1.0
     data["training_head"], regularized = data.pop("head"), data.pop("regulariser")
     data["test_solver"] = data.pop("test")
     if data["inner"] is not None:
         data["inner"] = Solver.from_dict(data["inner"])
     if data["test_solver"] is not None:
-        root = Head if data["test_solver"]["solver"] in Head.by_stored_name() else Solver
-        data["test_solver"] = root.from_dict(data["test_solver"])
+        base_class = Head if data["test_solver"]["solver"] in Head.by_stored_name() else Solver
+        data["test_solver"] = base_class.from_dict(data["test_solver"])
     return Method(**data, regularizer=balancing_regularizer if regularized else None)
 
 
 def read_network(settings: Mapping[str, Any], net: Network | None, stored: Params) -> Network:
-    """Return the network of a run, with its frozen parameters: `net`, or if it is None, a new network.
+    """Return `net`, or a new network if it is None, with the frozen parameters of the run.
 
-    A new network may not be much larger than the tensors in `stored`.
+    A new network that is much larger than the tensors in `stored` raises an error before it is built.
     """
     if net is None:
         recipe = dict(settings["model"])
@@ -231,10 +234,9 @@ def read_network(settings: Mapping[str, Any], net: Network | None, stored: Param
             raise ValueError(f"its model is {recipe['model']!r}")
         if recipe.get("pretrained"):
             recipe["pretrained"] = False  # its weights are in the run, so nothing needs to be downloaded
-        values = sum(value.numel() for value in stored.values())
-        with SizeLimit(
-            values=4 * values + 2**24, tensors=4 * len(stored) + 2**10
-        ):  # building may need more than the result
+        stored_values = sum(value.numel() for value in stored.values())
+        # the limits are higher than the stored sizes, since building may need more memory than its result
+        with SizeLimit(values=4 * stored_values + 2**24, tensors=4 * len(stored) + 2**10):
             net = build(**recipe)
     frozen = settings.get("frozen", ())
     for name, weight in net.named_parameters():
@@ -285,7 +287,7 @@ def select_group(tensors: Params, group: str) -> Params:
 
 
 def describe_environment(environment: object) -> dict[str, object]:
-    """Return the settings of an environment as JSON can store them: its class, fields and source of images."""
+    """Return the settings of an environment in a form that JSON can store: its class, fields and source of images."""
     name = getattr(type(environment), "stored_name", type(environment).__name__)
     description: dict[str, object] = {"environment": name}
     if not is_dataclass(environment):
@@ -294,9 +296,8 @@ def describe_environment(environment: object) -> dict[str, object]:
         value = getattr(environment, field.name)
         if field.name == "data":
             description["data"] = getattr(value, "load_arguments", None)
-            description["classes"] = getattr(
-                environment, "classes", None
-            )  # differs from the data set's if classes are rotated
+            # differs from the number of classes of the data set if there are rotated classes
+            description["classes"] = getattr(environment, "classes", None)
             description["class_names"] = list(getattr(environment, "class_names", ()))
         else:
             description[field.name] = describe_value(value)
@@ -304,8 +305,8 @@ def describe_environment(environment: object) -> dict[str, object]:
 
 
 def describe_value(value: object) -> object:
-    """Return a setting as JSON can store it; for a tensor, its shape and a checksum."""
-    value = value if isinstance(value, Tensor) else plain_number(value)
+    """Return a setting in a form that JSON can store. A tensor is described by its shape and a checksum."""
+    value = value if isinstance(value, Tensor) else as_python_number(value)
     if isinstance(value, str | int | float | bool | None):
         return value
     if isinstance(value, Tensor):
@@ -316,9 +317,9 @@ def describe_value(value: object) -> object:
 
 
 def _plain_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of a solver with Python numbers, also in options that are dictionaries."""
+    """Convert the numbers in the options of a solver to Python numbers, also inside dictionaries."""
     return {
-        name: _plain_options(value) if isinstance(value, Mapping) else plain_number(value)
+        name: _plain_options(value) if isinstance(value, Mapping) else as_python_number(value)
         for name, value in options.items()
     }
 
@@ -332,7 +333,7 @@ def _split_header(content: bytes) -> tuple[bytes, memoryview]:
 
 
 def _checksum_entry(checksum: str) -> bytes:
-    """Return the entry of the header that contains a checksum."""
+    """Return the part of the header that contains a checksum."""
     return f'"{CHECKSUM}":"{checksum}"'.encode()
 
 

@@ -25,8 +25,8 @@ Config = TypeVar("Config")
 OptimizerName = Literal["adam", "adamw", "radam", "sgd", "muon"]
 Precision = Literal["float32", "bfloat16"]
 
-# Today's names of options that version 0.1.0 named differently. It called the batch size "tasks" in settings.json and
-# "batch" in records of experiments. "turned" is an option of the test-time augmentations in these records.
+# Current names of the options that version 0.1.0 named differently. In version 0.1.0, the batch size is "tasks" in
+# settings.json and "batch" in records of experiments, where "turned" is an option of test-time augmentations.
 FORMER_NAMES = {
     "tasks": "batch_size",
     "batch": "batch_size",
@@ -81,11 +81,11 @@ def inherited_option(base: type, name: str, default: Any = MISSING, **changes: A
 
 def options_of(config: type) -> dict[str, Field[Any]]:
     """Return the options of a configuration class by name."""
-    return {entry.name: entry for entry in fields(config) if "help" in entry.metadata}
+    return {option_field.name: option_field for option_field in fields(config) if "help" in option_field.metadata}
 
 
 def replace_former_names(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return stored options with the names of version 0.1.0 replaced by today's.
+    """Return stored options with the names of version 0.1.0 replaced by the current names.
 
     >>> replace_former_names({"lr": 0.1, "batch": 2})
     {'lr': 0.1, 'batch_size': 2}
@@ -102,17 +102,17 @@ def document_options(config: type[Config]) -> type[Config]:
 
 def arguments_text(config: type) -> str:
     """Return the options as the entries of a docstring's `Args:` section."""
-    return "\n".join(f"        {name}: {help_text(entry)}" for name, entry in options_of(config).items())
+    return "\n".join(f"        {name}: {help_text(option_field)}" for name, option_field in options_of(config).items())
 
 
-def help_text(entry: Field[Any]) -> str:
+def help_text(option_field: Field[Any]) -> str:
     """Return an option's help text with its default."""
-    default = _default_text(entry.default)
-    return f"{entry.metadata['help']}{f' Default: {default}.' if default else ''}"
+    default = _default_text(option_field.default)
+    return f"{option_field.metadata['help']}{f' Default: {default}.' if default else ''}"
 
 
-def plain_number(value: Any) -> Any:
-    """Return a number of NumPy or PyTorch as a Python number, which JSON can store; return other values unchanged."""
+def as_python_number(value: Any) -> Any:
+    """Convert a NumPy or PyTorch number to a Python number, which JSON can store. Return other values unchanged."""
     if value is None or isinstance(value, int | float | str):
         return value
     try:
@@ -123,10 +123,10 @@ def plain_number(value: Any) -> Any:
 
 def check_options(config: object) -> None:
     """Convert the numbers of a configuration to Python numbers, and raise an `InputError` if an option is invalid."""
-    for name, entry in options_of(type(config)).items():
-        object.__setattr__(config, name, plain_number(getattr(config, name)))
-        if entry.metadata["check"] is not None:
-            entry.metadata["check"](name, getattr(config, name))
+    for name, option_field in options_of(type(config)).items():
+        object.__setattr__(config, name, as_python_number(getattr(config, name)))
+        if option_field.metadata["check"] is not None:
+            option_field.metadata["check"](name, getattr(config, name))
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ class IntegerRange:
     optional: bool = False
 
     def __call__(self, name: str, value: Any) -> None:
-        """Raise an `InputError` if the value is not such a number."""
+        """Raise an `InputError` if the value is not an integer in this range."""
         if value is None and self.optional:
             return
         if not isinstance(value, int) or isinstance(value, bool) or value < self.minimum:
@@ -152,14 +152,14 @@ class IntegerRange:
 
 @dataclass(frozen=True)
 class Choice:
-    """Check that an option is one of several words."""
+    """Check that an option is one of several names."""
 
-    words: tuple[str, ...]
+    names: tuple[str, ...]
 
     def __call__(self, name: str, value: Any) -> None:
-        """Raise an `InputError` if the value is not one of the words."""
-        if value not in self.words:
-            raise InputError(f"{name} is {value!r}, but must be one of {', '.join(self.words)}.")
+        """Raise an `InputError` if the value is not one of the names."""
+        if value not in self.names:
+            raise InputError(f"{name} is {value!r}, but must be one of {', '.join(self.names)}.")
 
 
 def _check_seed(name: str, value: Any) -> None:
@@ -242,13 +242,13 @@ class SoftTargets:
 @document_options
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """How to train, whatever the network, the method and the tasks.
+    """Training options that apply to every network, method and environment.
 
     Args:
     {options}
 
     Raises:
-        InputError: If an option has a value that training cannot use.
+        InputError: If the value of an option is invalid.
 
     >>> import metabridge as mb
     >>> mb.TrainingConfig(iterations=2000, lr=0.01).validation_interval
@@ -266,7 +266,7 @@ class TrainingConfig:
         Constant(), help=f"Learning rate schedule: {alternatives(SCHEDULES)}.", check=_check_schedule
     )
     augment: Augment | None = option(
-        None, help="Random changes to the training images, an `Augment`; None for no changes.", check=_check_augment
+        None, help="Random changes to the training images (an `Augment`). None: no changes.", check=_check_augment
     )
     patience: int | None = option(
         None,
@@ -289,8 +289,8 @@ class TrainingConfig:
     )
     soft_targets: SoftTargets | None = option(
         None,
-        help="Label smoothing, mixup and distillation for methods whose head covers all training classes (mtl, rfs), a "
-        "`SoftTargets`.",
+        help="Label smoothing, mixup and distillation (a `SoftTargets`), for methods whose head covers all training "
+        "classes (mtl, rfs).",
         check=_check_soft_targets,
     )
     ema_decay: float | None = option(
@@ -320,7 +320,7 @@ class TrainingConfig:
 @document_options
 @dataclass(frozen=True)
 class ImageTrainingConfig(TrainingConfig):
-    """How to train a method on the classes of an image data set: method, model, tasks and training options.
+    """Settings of a training run on an image data set: method, model, tasks and training options.
 
     `metabridge.training.image_training` builds the network and the tasks from it.
 
@@ -328,7 +328,7 @@ class ImageTrainingConfig(TrainingConfig):
     {options}
 
     Raises:
-        InputError: If an option has a value that training cannot use.
+        InputError: If the value of an option is invalid.
 
     >>> ImageTrainingConfig("anil", ways=3, iterations=200).validate_tasks
     200
@@ -351,8 +351,8 @@ class ImageTrainingConfig(TrainingConfig):
     ways: int = option(5, help="Number of classes per task.", check=IntegerRange(2))
     training_ways: int | None = option(
         None,
-        help="Number of classes per training task, if different from validation. A number above `ways` needs a method "
-        "whose head covers all training classes, such as mtl; rfs ignores it. Default: `ways`.",
+        help="Number of classes per training task; rfs ignores it. More than `ways` is only possible for methods whose "
+        "head has a row for each training class, such as mtl. Default: `ways`.",
         check=IntegerRange(2, optional=True),
     )
     shots: int = option(1, help="Number of support images per class in training tasks.", check=IntegerRange(1))
@@ -381,8 +381,8 @@ def training_options(config: TrainingConfig, **changes: Any) -> TrainingConfig:
     return TrainingConfig(**{name: getattr(config, name) for name in options_of(TrainingConfig)} | changes)
 
 
-# How methods are usually trained, if not with the defaults of ImageTrainingConfig and a cosine schedule. Methods that
-# solve a head on the features predict each query independently, so their batch norm uses running statistics.
+# The usual configurations of some methods; the others use the defaults of ImageTrainingConfig with a cosine schedule.
+# Batch norm has running statistics in these methods, so that each query is predicted independently of the others.
 METHOD_DEFAULTS: dict[str, ImageTrainingConfig] = {
     "r2d2": ImageTrainingConfig("r2d2", statistics="running", queries=10, schedule=Cosine()),
     "metaoptnet": ImageTrainingConfig("metaoptnet", statistics="running", queries=10, schedule=Cosine()),

@@ -17,7 +17,7 @@ from metabridge.episodes import Episodes
 from metabridge.errors import InputError, type_with_article
 from metabridge.html_table import html_table
 from metabridge.intervals import half_width
-from metabridge.learners.adapt import adapts_head_only, predict, predict_from_features
+from metabridge.learners.adapt import can_predict_from_features, predict, predict_from_features
 from metabridge.learners.method import Method, method_name
 from metabridge.learners.parameters import check_channels, check_test_time, network_name
 from metabridge.models.batch_norm import running_batch_norms, uses_batch_statistics
@@ -27,8 +27,9 @@ from metabridge.progress import track_progress
 from metabridge.training.augment import Augment
 
 Metric = Literal["accuracy", "squared error"]
-# Number of tasks drawn at a time. It must not depend on model or device, since it decides which tasks a seed gives.
-BLOCK = 16
+# Number of tasks that are sampled at once. The tasks that a seed gives depend on it, so it must not depend on the model
+# or the device.
+BLOCK_SIZE = 16
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,7 +60,7 @@ class Model:
 
     @property
     def model_name(self) -> str:
-        """Name of the function that built the network, or its class if it was built by hand."""
+        """Name of the function that built the network, or of its class if it was not built by `metabridge.models`."""
         return network_name(self.net)
 
     def predict(self, episodes: Episodes) -> Tensor:
@@ -71,7 +72,7 @@ class Model:
         Returns:
             Outputs (tasks, queries, outputs).
         """
-        return predict(self.method, self._in_evaluation_mode(), self.params, episodes, dtype=self.dtype)
+        return predict(self.method, self._net_in_evaluation_mode(), self.params, episodes, dtype=self.dtype)
 
     def features(self, images: Tensor) -> Tensor:
         """Return the features of images, in evaluation mode.
@@ -83,10 +84,14 @@ class Model:
             Features (n, dimension).
         """
         with torch.no_grad():
-            return apply_features(self._in_evaluation_mode(), self.params, images, self.dtype)
+            return apply_features(self._net_in_evaluation_mode(), self.params, images, self.dtype)
 
-    def _in_evaluation_mode(self) -> Network:
-        """Return the network in evaluation mode: itself, or a copy that shares its tensors, for thread safety."""
+    def _net_in_evaluation_mode(self) -> Network:
+        """Return the network in evaluation mode.
+
+        A network in training mode is not changed, since another thread may use it: the result is a copy that shares its
+        tensors.
+        """
         return shallow_copy(self.net).eval() if any(layer.training for layer in self.net.modules()) else self.net
 
     def __repr__(self) -> str:
@@ -98,10 +103,10 @@ class Score:
     """Mean score over tasks with its 95 % confidence interval: accuracy, or squared error for regression.
 
     Args:
-        mean: Mean over the tasks; NaN if adaptation diverged on all of them, or, for regression, on any.
+        mean: Mean over the tasks. NaN if adaptation diverged on all tasks; for regression, if it diverged on any task.
         ci95: Half-width of the interval.
         tasks: Number of tasks.
-        values: Score of each task (tasks,); empty if the score was read from a saved run.
+        values: Score of each task, (tasks,). Empty if the score was read from a saved run.
         metric: "accuracy" or "squared error".
         diverged: Number of tasks on which adaptation diverged.
 
@@ -225,15 +230,15 @@ class TestTimeAugmentation:
         copies: Number of randomly changed copies of each support image that are added to the support set.
         mirrored: Whether to average the features of each image and its mirror image.
         rotated: Whether to concatenate the features of the image rotated by 0, 90, 180 and 270 degrees.
-        cropped: Whether to average also over five crops (the corners and the center), whose height and width are three
-            quarters of the image's.
-        augment: Random changes to the copies. None for `Augment.for_size` of the images.
+        cropped: Whether to average also the features of five crops (the corners and the center), which have three
+            quarters of the image's height and width.
+        augment: Random changes to the copies. None: `Augment.for_size` for the size of the images.
 
     Raises:
         InputError: If `copies` is negative.
 
     >>> str(TestTimeAugmentation(mirrored=True, rotated=True))
-    'mirror images, quarter turns'
+    'flips, rotations'
     """
 
     copies: int = 0
@@ -251,9 +256,9 @@ class TestTimeAugmentation:
     def __str__(self) -> str:
         changes = {
             f"{self.copies} copies": self.copies > 0,
-            "mirror images": self.mirrored,
+            "flips": self.mirrored,
             "crops": self.cropped,
-            "quarter turns": self.rotated,
+            "rotations": self.rotated,
         }
         return ", ".join(name for name, used in changes.items() if used) or "plain images"
 
@@ -277,8 +282,8 @@ class TestTimeAugmentation:
         return torch.cat(rotated_features, -1)
 
 
-UNCHANGED = TestTimeAugmentation()
-P = TypeVar("P", bound=Predictor)
+NO_AUGMENTATION = TestTimeAugmentation()
+PredictorT = TypeVar("PredictorT", bound=Predictor)
 
 
 def _crops(images: Tensor) -> list[Tensor]:
@@ -297,7 +302,7 @@ def evaluate(
     *,
     tasks: int = 600,
     seed: int = 0,
-    augmentation: TestTimeAugmentation = UNCHANGED,
+    augmentation: TestTimeAugmentation = NO_AUGMENTATION,
     progress: bool = False,
 ) -> Score:
     """Adapt a model to tasks of an environment and score its predictions of their queries.
@@ -312,7 +317,7 @@ def evaluate(
         tasks: Number of tasks, at least 2.
         seed: Seed of the tasks.
         augmentation: Changes to the images at test time.
-        progress: Whether to show a progress bar; there is one only if features are computed once per image.
+        progress: Whether to show a progress bar. It is available only if features are computed once per image.
 
     Returns:
         Mean accuracy, or mean squared error for regression, with its 95 % confidence interval.
@@ -335,12 +340,12 @@ def evaluate(
     return scorer.score()
 
 
-def select_model(models: Iterable[P], environment: Environment, *, tasks: int, seed: int = 0) -> P:
-    """Return the model with the best score on validation tasks, or the first of several best ones.
+def select_model(models: Iterable[PredictorT], environment: Environment, *, tasks: int, seed: int = 0) -> PredictorT:
+    """Return the model with the best score on validation tasks. If several are equally good, return the first.
 
     Args:
-        models: Trained models or kernel predictors, at least one. An iterator is consumed one by one, so that only two
-            models are in memory.
+        models: Trained models or kernel predictors, at least one. At most two of them are in memory at the same time if
+            this is an iterator.
         environment: Source of the validation tasks.
         tasks: Number of tasks, at least 2.
         seed: Seed of the tasks.
@@ -359,7 +364,7 @@ def select_model(models: Iterable[P], environment: Environment, *, tasks: int, s
     >>> select_model(learners, Sinusoid(), tasks=10) in learners
     True
     """
-    best: tuple[P, Score] | None = None
+    best: tuple[PredictorT, Score] | None = None
     for model in models:
         score = evaluate(model, environment, tasks=tasks, seed=seed)
         if best is None or score.beats(best[1]):
@@ -375,15 +380,15 @@ def predictions(
     *,
     tasks: int,
     seed: int = 0,
-    augmentation: TestTimeAugmentation = UNCHANGED,
+    augmentation: TestTimeAugmentation = NO_AUGMENTATION,
     progress: bool = False,
 ) -> Iterator[tuple[Tensor, Episodes]]:
-    """Draw tasks in batches, adapt to them, and yield the outputs for their queries together with the tasks.
+    """Sample tasks in batches, adapt to them, and yield the outputs for their queries together with the tasks.
 
     If the features of an image depend on neither the task nor other images, they are computed only once per image.
     """
     if tasks < 2:
-        raise InputError(f"tasks is {tasks}, but an interval needs at least 2. Use tasks=2 or more.")
+        raise InputError(f"tasks is {tasks}, but a confidence interval needs at least 2. Use tasks=2 or more.")
     if not (hasattr(model, "predict") and hasattr(model, "device")):
         raise InputError(f"model is {type_with_article(model)}, but must be a Model. Pass the run that fit returns.")
     check_environment("environment", environment)
@@ -391,25 +396,26 @@ def predictions(
     if isinstance(model, Model):
         check_finite(model.params, dict(model.net.named_buffers()))
         _check_statistics(model)
-        fixed_features = adapts_head_only(model.method) and not uses_batch_statistics(model.net)
+        fixed_features = can_predict_from_features(model.method) and not uses_batch_statistics(model.net)
         if fixed_features and isinstance(environment, ImageTasks):
             table = FeatureTable.of(model, environment, augmentation, seed=seed, progress=progress)
             yield from table.predictions(model, environment, tasks, generator)
             return
-    if augmentation != UNCHANGED:
+    if augmentation != NO_AUGMENTATION:
         raise InputError(
             f"augmentation is {augmentation}, but this model's features depend on the task, or the tasks are not image "
             "tasks. Use image tasks, a method that adapts only the head, and a network with running statistics."
         )
-    for size in _batch_sizes(
-        tasks, BLOCK if model.device.type == "cpu" else 6 * BLOCK
-    ):  # large batches keep a GPU busy
+    max_batch_size = BLOCK_SIZE if model.device.type == "cpu" else 6 * BLOCK_SIZE  # large batches keep a GPU busy
+    for size in _batch_sizes(tasks, max_batch_size):
         episodes = _sample_in_blocks(environment, size, generator, model.device)
         yield model.predict(episodes), episodes
 
 
 def check_finite(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-    """Raise an `InputError` for weights that are NaN or infinite, and buffers that are NaN (masks may be infinite).
+    """Raise an `InputError` for weights that are NaN or infinite, and for buffers that are NaN.
+
+    Buffers may be infinite, as attention masks are.
 
     >>> check_finite({"head.bias": torch.tensor([1.0, torch.nan])}, {})
     Traceback (most recent call last):
@@ -439,39 +445,40 @@ class FeatureTable:
     """The features of all images of a split, and of randomly changed copies of the images, computed once."""
 
     features: Tensor  # (1 + copies, images, dimension)
-    positions: Tensor  # for each image of the data set its position in `features`, -1 for images of other splits
+    positions: Tensor  # for each image of the data set, its position in `features`; -1 for images of other splits
 
     @classmethod
     def of(
         cls,
         model: Model,
         environment: ImageTasks,
-        augmentation: TestTimeAugmentation = UNCHANGED,
+        augmentation: TestTimeAugmentation = NO_AUGMENTATION,
         *,
         seed: int = 0,
         progress: bool = False,
     ) -> FeatureTable:
         """Compute the features of all images of the environment's split."""
         check_channels(model.net, environment.data.images.shape[1:])
-        rows, device = environment.image_indices, model.device
+        image_indices, device = environment.image_indices, model.device
         positions = torch.full((len(environment.data.images),), -1)
-        positions[rows] = torch.arange(len(rows))
+        positions[image_indices] = torch.arange(len(image_indices))
         generator = torch.Generator(device).manual_seed(seed)
         augment = augmentation.augment or Augment.for_size(environment.data.images.shape[-1])
-        chunks = rows.split(64 if device.type == "cpu" else 1000)
+        batches = image_indices.split(64 if device.type == "cpu" else 1000)
+        # for the images and each of their copies, the features of all batches
         features: list[list[Tensor]] = [[] for _ in range(1 + augmentation.copies)]
-        for chunk in track_progress(chunks, "features", progress):
-            images = environment.data.float_images(chunk).to(device)
-            for copy, chunks_of_copy in enumerate(features):
-                changed = images if copy == 0 else augment(images, generator)
-                chunks_of_copy.append(augmentation.features(model, changed))
-        return cls(torch.stack([torch.cat(chunks_of_copy) for chunks_of_copy in features]), positions.to(device))
+        for batch in track_progress(batches, "features", progress):
+            images = environment.data.float_images(batch).to(device)
+            for copy, batch_features in enumerate(features):
+                inputs = images if copy == 0 else augment(images, generator)
+                batch_features.append(augmentation.features(model, inputs))
+        return cls(torch.stack([torch.cat(batch_features) for batch_features in features]), positions.to(device))
 
     def evaluate(self, models: Sequence[Model], environment: ImageTasks, *, tasks: int, seed: int = 0) -> list[Score]:
-        """Return the scores of models with these features and different heads, on the tasks of `training.evaluate`."""
+        """Return the scores of models that have these features and different heads, on the tasks of `evaluate`."""
         generator = torch.Generator().manual_seed(seed)
         scorers = [Scorer() for _ in models]
-        for size in _batch_sizes(tasks, 32 * BLOCK):
+        for size in _batch_sizes(tasks, 32 * BLOCK_SIZE):
             episodes = self.episodes(environment, size, generator)
             for scorer, model in zip(scorers, models):
                 scorer.add(predict_from_features(model.method, model.params, episodes), episodes)
@@ -480,17 +487,17 @@ class FeatureTable:
     def predictions(
         self, model: Model, environment: ImageTasks, tasks: int, generator: torch.Generator
     ) -> Iterator[tuple[Tensor, Episodes]]:
-        """Draw tasks, fit their heads in large batches, and yield the outputs together with the tasks."""
-        for size in _batch_sizes(tasks, 12 * BLOCK):
+        """Sample tasks, fit their heads in large batches, and yield the outputs together with the tasks."""
+        for size in _batch_sizes(tasks, 12 * BLOCK_SIZE):
             episodes = self.episodes(environment, size, generator)
             check_test_time(model.method, model.net, model.params, episodes)
             yield predict_from_features(model.method, model.params, episodes), episodes
 
     def episodes(self, environment: ImageTasks, tasks: int, generator: torch.Generator) -> Episodes:
-        """Draw the same tasks as the environment, with features as inputs; copies are added to the support sets."""
-        blocks = [environment.sample_indices(size, generator) for size in _batch_sizes(tasks, BLOCK)]
+        """Sample the same tasks as the environment, with features as inputs; copies are added to the support sets."""
+        blocks = [environment.sample_indices(size, generator) for size in _batch_sizes(tasks, BLOCK_SIZE)]
         indices = TaskIndices(*(torch.cat(tensors) for tensors in zip(*blocks)))
-        episodes = indices.to_episodes(lambda rows: self.features[0, self._positions_of(rows)])
+        episodes = indices.to_episodes(lambda images: self.features[0, self._positions_of(images)])
         copies = [features[self._positions_of(indices.support.flatten(1))] for features in self.features[1:]]
         return replace(
             episodes,
@@ -498,21 +505,21 @@ class FeatureTable:
             support_y=episodes.support_y.repeat(1, len(self.features)),
         )
 
-    def _positions_of(self, rows: Tensor) -> Tensor:
-        return self.positions[copy_to_device(rows, self.positions.device)]
+    def _positions_of(self, image_indices: Tensor) -> Tensor:
+        return self.positions[copy_to_device(image_indices, self.positions.device)]
 
 
 def _sample_in_blocks(
     environment: Environment, tasks: int, generator: torch.Generator, device: torch.device
 ) -> Episodes:
-    """Draw tasks in blocks of `BLOCK`, so a seed gives the same tasks for every batch size."""
-    blocks = [environment.sample(size, generator).to(device) for size in _batch_sizes(tasks, BLOCK)]
+    """Sample tasks in blocks of `BLOCK_SIZE`, so a seed gives the same tasks for every batch size."""
+    blocks = [environment.sample(size, generator).to(device) for size in _batch_sizes(tasks, BLOCK_SIZE)]
     return Episodes.concatenate(blocks)
 
 
-def _batch_sizes(tasks: int, size: int) -> list[int]:
-    """Return the sizes of the batches into which `tasks` tasks are split, each at most `size`."""
-    return [min(size, tasks - first) for first in range(0, tasks, size)]
+def _batch_sizes(tasks: int, max_size: int) -> list[int]:
+    """Return the sizes of the batches into which `tasks` tasks are split, each at most `max_size`."""
+    return [min(max_size, tasks - first) for first in range(0, tasks, max_size)]
 
 
 class Scorer:
@@ -540,10 +547,10 @@ def score_tasks(outputs: Tensor, episodes: Episodes) -> Tensor:
     A query whose outputs are not finite counts as wrong; for regression, the squared error of its task is NaN.
     """
     if episodes.is_classification:
-        return correct(outputs, episodes).double().mean(-1)
+        return correct_predictions(outputs, episodes).double().mean(-1)
     return (outputs - episodes.query_y).masked_fill(~outputs.isfinite(), math.nan).square().sum(-1).mean(-1)
 
 
-def correct(outputs: Tensor, episodes: Episodes) -> Tensor:
+def correct_predictions(outputs: Tensor, episodes: Episodes) -> Tensor:
     """Return whether each query is predicted correctly, (tasks, queries); false if its outputs are not finite."""
     return outputs.isfinite().all(-1) & (outputs.argmax(-1) == episodes.query_y)

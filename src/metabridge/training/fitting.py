@@ -31,7 +31,7 @@ from metabridge.training.checkpoint import (
     RunFolder,
     check_match,
     copy_into,
-    damaged,
+    damage_error,
     fingerprint,
     read_method,
     read_network,
@@ -122,8 +122,8 @@ def fit(net: Network, method: Method, environment: Environment, **arguments: Any
 
     With `out`, the run is saved in that folder at each validation and at least every minute. If `fit` was interrupted,
     call it again with the same settings: it continues the run, and ends with the same weights as without interruption.
-    With more `iterations`, training continues with its schedule stretched to the new length. During training, no other
-    process can write to the folder, but the run can be loaded.
+    With more `iterations`, training continues with the learning rate schedule stretched to the new length. During
+    training, no other process can write to the folder, but the run can be loaded.
 
     Args:
         net: Network to train, in place.
@@ -170,7 +170,7 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network
     Args:
         folder: Folder of the run.
         device: Device of the weights.
-        net: The network that was trained; needed only if it was not built by a function of `metabridge.models`.
+        net: The network that was trained. Required only if it was not built by a function of `metabridge.models`.
 
     Returns:
         The run.
@@ -196,7 +196,7 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network
             f"the run in {folder} has no weights yet: it was stopped before its first validation. "
             "Run the same training command again to continue it."
         )
-    tensors, notes = weights
+    tensors, metadata = weights
     if net is None and settings["model"] is None:
         raise InputError(
             "this run's network was not built by metabridge.models. Build it and pass it: load(folder, net=net)."
@@ -205,21 +205,23 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network
         net, method = read_network(settings, net, tensors), read_method(settings["method"])
         low_precision = settings["training"]["precision"] == "bfloat16" and device.type != "cpu"
     except PARSING_ERRORS as error:
-        raise damaged(run_folder.path / "settings.json", f"its settings cannot be read ({error})") from error
-    if notes.get("settings", fingerprint(settings)) != fingerprint(settings):
-        raise damaged(
+        raise damage_error(run_folder.path / "settings.json", f"its settings cannot be read ({error})") from error
+    if metadata.get("settings", fingerprint(settings)) != fingerprint(settings):
+        raise damage_error(
             run_folder.path / "settings.json", "its model or method is not what the weights were trained with"
         )
     params, buffers = select_group(tensors, "params"), select_group(tensors, "buffers")
     check_match({**dict(net.named_parameters()), **dict(net.named_buffers())}, params | buffers, run_folder.path)
     copy_into(net, params, buffers)
     try:
-        latest = notes if state is None else state[1]
+        latest = metadata if state is None else state[1]
         curve, seconds = tuple(point_from_json(point) for point in latest["curve"]), float(latest["seconds"])
         finished = state is not None and bool(latest["finished"])
     except PARSING_ERRORS as error:
         name = "weights" if state is None else "state"
-        raise damaged(run_folder.path / f"{name}.safetensors", f"its notes cannot be read ({error!r})") from error
+        raise damage_error(
+            run_folder.path / f"{name}.safetensors", f"its metadata cannot be read ({error!r})"
+        ) from error
     return Run(
         method,
         net.to(device).eval(),
@@ -233,7 +235,7 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network
 
 
 def run_to_end(trainer: Trainer, name: str, *, minutes: float | None = None, progress: bool = True) -> Run:
-    """Run a trainer until it has finished or the time is over, then close it.
+    """Run a trainer until training is finished or the time limit is reached, then save the run and close the trainer.
 
     Args:
         trainer: The trainer.
@@ -244,25 +246,25 @@ def run_to_end(trainer: Trainer, name: str, *, minutes: float | None = None, pro
     Returns:
         The run.
     """
-    end = math.inf if minutes is None else time.perf_counter() + 60 * minutes
+    deadline = math.inf if minutes is None else time.perf_counter() + 60 * minutes
     with saved_and_closed(trainer), progress_bar(progress) as bar:
-        line = ProgressLine(bar, name, trainer)
-        while not trainer.finished and time.perf_counter() < end:
-            with uninterrupted():
+        progress_line = ProgressLine(bar, name, trainer)
+        while not trainer.finished and time.perf_counter() < deadline:
+            with delay_interrupt():
                 point_added = trainer.step()
-            line.update(point_added)
+            progress_line.update(point_added)
     return trainer.run()
 
 
 class ProgressLine:
-    """The progress of one training run in a progress bar."""
+    """The line of one training run in a progress bar."""
 
     def __init__(self, bar: Progress, name: str, trainer: Trainer) -> None:
         self._bar, self._name, self._trainer = bar, name, trainer
         self._task = bar.add_task(name, total=trainer.config.iterations, completed=trainer.iteration, status="")
 
     def update(self, point_added: bool) -> None:
-        """Show the number of steps and the last point of the curve; without a terminal, print each new point."""
+        """Show the number of steps and the last point of the curve. Without a terminal, print each new point."""
         trainer, bar = self._trainer, self._bar
         bar.update(self._task, completed=trainer.iteration)
         if point_added:
@@ -285,26 +287,27 @@ def saved_and_closed(trainer: Trainer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
+def delay_interrupt() -> Iterator[None]:
     """Delay the first Ctrl-C until the end of the context; a second one interrupts immediately.
 
-    Do nothing outside the main thread, or if Ctrl-C does not raise `KeyboardInterrupt`.
+    In other threads than the main thread, or if Ctrl-C does not raise `KeyboardInterrupt`, do nothing.
     """
-    default = signal.default_int_handler  # raises KeyboardInterrupt
-    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not default:
+    default_handler = signal.default_int_handler  # raises KeyboardInterrupt
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if not is_main_thread or signal.getsignal(signal.SIGINT) is not default_handler:
         yield
         return
     delayed_signals: list[int] = []
 
-    def delay(number: int, frame: FrameType | None) -> None:
+    def delay(signal_number: int, frame: FrameType | None) -> None:
         if delayed_signals:
             raise KeyboardInterrupt
-        delayed_signals.append(number)
+        delayed_signals.append(signal_number)
 
     signal.signal(signal.SIGINT, delay)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, default)
+        signal.signal(signal.SIGINT, default_handler)
     if delayed_signals:
         raise KeyboardInterrupt

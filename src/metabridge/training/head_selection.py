@@ -9,7 +9,7 @@ from typing import Any
 
 from metabridge.environments.image_tasks import LabeledImages
 from metabridge.heads import Head
-from metabridge.training.evaluation import UNCHANGED, FeatureTable, Model, TestTimeAugmentation, evaluate
+from metabridge.training.evaluation import NO_AUGMENTATION, FeatureTable, Model, TestTimeAugmentation, evaluate
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class SplitAccuracy:
         ci95: Half-width of the 95 % confidence interval of the mean.
         tasks: Number of tasks.
         penalty: L2 penalty of the head; None if it was not selected.
-        views: Test-time augmentation.
+        views: Test-time augmentation; records of experiments contain it under this name.
 
     >>> str(SplitAccuracy("test", 5, 0.78, 0.01, 600, penalty=0.1))
     '600 test tasks; chosen in validation: penalty 0.1, plain images'
@@ -35,10 +35,10 @@ class SplitAccuracy:
     ci95: float
     tasks: int
     penalty: float | None = None
-    views: TestTimeAugmentation = UNCHANGED
+    views: TestTimeAugmentation = NO_AUGMENTATION
 
     def __str__(self) -> str:
-        """Return the number of tasks, and the penalty and augmentation if they were selected."""
+        """Return the number of tasks and, if they were selected, the penalty and the augmentation."""
         if self.penalty is None:
             return f"{self.tasks} test tasks"
         return f"{self.tasks} test tasks; chosen in validation: penalty {self.penalty:g}, {self.views}"
@@ -46,11 +46,11 @@ class SplitAccuracy:
 
 @dataclass(frozen=True)
 class HeadSelection:
-    """Measure the accuracies from which to select the penalty of a head and the augmentation.
+    """Measures the accuracies that are needed to select the penalty of a head and the test-time augmentation.
 
     Args:
         ways: Number of classes per task.
-        shots: Numbers of support images per class.
+        shots: Numbers of support images per class; each of them is measured.
         tasks: Number of tasks of each split.
         penalties: Penalties of the head to choose from without augmentation.
         augmented_penalties: Penalties to choose from with augmentation.
@@ -78,25 +78,27 @@ class HeadSelection:
     def scores(self, model: Model, images: LabeledImages) -> Iterator[SplitAccuracy]:
         """Yield the accuracies of a trained model on validation and test tasks.
 
-        If the head of the method has a penalty to select, these are the accuracies without augmentation for every
-        penalty on both splits, with every augmentation on validation tasks, and with the best one on test tasks.
+        If the penalty of the head is selected, the accuracies are measured without augmentation on both splits and
+        with every augmentation on validation tasks, for every penalty, and then with the best augmentation and penalty
+        on test tasks.
         """
-        if not has_selected_penalty(model):
+        if not selects_penalty(model):
             for split in ("validation", "test"):
                 for shots in self.shots:
                     environment = images.tasks(split, ways=self.ways, shots=shots)
                     score = evaluate(model, environment, tasks=self.tasks, seed=self.seed)
                     yield SplitAccuracy(split, shots, score.mean, score.ci95, score.tasks)
             return
-        yield from self._penalty_scores(model, images, "test", self.shots, self.penalties, UNCHANGED)
-        candidates = list(self._penalty_scores(model, images, "validation", self.shots, self.penalties, UNCHANGED))
-        for views in self.augmentations:
+        yield from self._penalty_scores(model, images, "test", self.shots, self.penalties, NO_AUGMENTATION)
+        penalties = self.penalties
+        candidates = list(self._penalty_scores(model, images, "validation", self.shots, penalties, NO_AUGMENTATION))
+        for augmentation in self.augmentations:
             penalties = self.augmented_penalties
-            candidates += self._penalty_scores(model, images, "validation", self.shots, penalties, views)
+            candidates += self._penalty_scores(model, images, "validation", self.shots, penalties, augmentation)
         yield from candidates
         for shots in self.shots:
             best = best_in_validation(candidates, shots)
-            if best.views != UNCHANGED and best.penalty is not None:
+            if best.views != NO_AUGMENTATION and best.penalty is not None:
                 yield from self._penalty_scores(model, images, "test", [shots], [best.penalty], best.views)
 
     def _penalty_scores(
@@ -106,27 +108,28 @@ class HeadSelection:
         split: str,
         all_shots: Sequence[int],
         penalties: Sequence[float],
-        views: TestTimeAugmentation,
+        augmentation: TestTimeAugmentation,
     ) -> Iterator[SplitAccuracy]:
-        """Yield the accuracy for each number of shots and each penalty, with features that are computed once."""
+        """Yield the accuracy for each number of shots and each penalty. Features are computed only once."""
         models = [_with_penalty(model, penalty) for penalty in penalties]
         environments = {shots: images.tasks(split, ways=self.ways, shots=shots) for shots in all_shots}
-        table = FeatureTable.of(model, environments[all_shots[0]], views, seed=self.seed)
+        table = FeatureTable.of(model, environments[all_shots[0]], augmentation, seed=self.seed)
         for shots, environment in environments.items():
             scores = table.evaluate(models, environment, tasks=self.tasks, seed=self.seed)
             for penalty, score in zip(penalties, scores):
-                yield SplitAccuracy(split, shots, score.mean, score.ci95, score.tasks, penalty, views)
+                yield SplitAccuracy(split, shots, score.mean, score.ci95, score.tasks, penalty, augmentation)
 
     def fitting_seconds(self, model: Model, images: LabeledImages) -> float | None:
-        """Return the time to fit the head to all test tasks; None if the head has no penalty to select."""
-        if not has_selected_penalty(model):
+        """Return the seconds needed to fit the head to all test tasks; None if its penalty is not selected."""
+        if not selects_penalty(model):
             return None
         environments = [images.tasks("test", ways=self.ways, shots=shots) for shots in self.shots]
         table = FeatureTable.of(model, environments[0])
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         for environment in environments:
-            table.evaluate([model], environment, tasks=self.tasks)  # ends with a copy to the host, which synchronizes
-        return time.perf_counter() - started
+            # ends with a copy to the CPU, which waits for the GPU
+            table.evaluate([model], environment, tasks=self.tasks)
+        return time.perf_counter() - start_time
 
 
 def best_in_validation(scores: Iterable[SplitAccuracy], shots: int) -> SplitAccuracy:
@@ -142,10 +145,11 @@ def best_in_validation(scores: Iterable[SplitAccuracy], shots: int) -> SplitAccu
     )
 
 
-def has_selected_penalty(model: Model) -> bool:
-    """Return whether the model's head is logistic regression, or another calibrated head with a penalty.
+def selects_penalty(model: Model) -> bool:
+    """Return whether the penalty of the model's head is selected on validation tasks.
 
-    The penalties of other heads, those of R2D2 and MetaOptNet, are used in training too, so they are not selected.
+    It is selected for calibrated heads that have a penalty, such as logistic regression. The penalties of R2D2 and
+    MetaOptNet are also used in training, so they are not selected afterwards.
     """
     head = model.method.test_solver
     return isinstance(head, Head) and head.calibrated and head.default_penalty is not None

@@ -1,4 +1,4 @@
-"""Training on the classes of an image data set: the network and the tasks that an `ImageTrainingConfig` describes."""
+"""Train on an image data set: create the network, the tasks and the trainer that an `ImageTrainingConfig` describes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from metabridge.environments.environment import Environment
 from metabridge.environments.image_tasks import ImageTasks, LabeledImages
 from metabridge.errors import InputError
-from metabridge.learners.method import Method
+from metabridge.learners.method import CLASS_ROW_HEADS, Method
 from metabridge.learners.method import method as create_method
 from metabridge.models import Network, build, builder
 from metabridge.training.augment import Augment
@@ -64,7 +64,7 @@ def image_trainer(
     teacher: Model | None = None,
     method: Method | None = None,
 ) -> Trainer:
-    """Return a trainer on the training classes, before its first step; see `train_on_images`.
+    """Return the trainer that `train_on_images` runs.
 
     Args:
         config: Method, model, tasks and training options.
@@ -78,6 +78,13 @@ def image_trainer(
         The trainer.
     """
     method = method_of(config) if method is None else method
+    training_ways = config.training_ways or config.ways
+    if training_ways > config.ways and method.training_head not in CLASS_ROW_HEADS:
+        raise InputError(
+            f"training_ways is {training_ways}, but the head of {config.method} has only {config.ways} outputs. Use "
+            f"training_ways={config.ways} or fewer, more ways, or a method whose head has a row for each training "
+            "class, such as mtl."
+        )
     images = images.to(device)
     if config.rotated_classes:
         images = images.with_rotations(("train",))
@@ -113,13 +120,13 @@ def network_of(config: ImageTrainingConfig, images: LabeledImages) -> Network:
     }
     accepted = inspect.signature(builder(config.model).func).parameters
     if "image_channels" in accepted:
-        del options["channels"]  # which is the number of channels of the feature maps
+        del options["channels"]  # for this builder, the number of channels of the feature maps
     options = {name: value for name, value in options.items() if name in accepted}
     return build(config.model, **{**options, **config.model_options})
 
 
 def training_tasks(config: ImageTrainingConfig, images: LabeledImages, method: Method) -> Environment:
-    """Return the tasks to train on, or batches of images if the method trains one classifier over all classes."""
+    """Return the training tasks, or batches of images if the method trains one classifier for all classes."""
     if method.training_head == "all-rows":
         return images.batches("train", size=config.batch_size)
     ways = config.training_ways or config.ways
@@ -135,7 +142,7 @@ def validation_tasks(config: ImageTrainingConfig, images: LabeledImages) -> Imag
 
 
 def augmentation_of(config: ImageTrainingConfig, images: LabeledImages) -> Augment | None:
-    """Return the random changes to training images. By default, only color images are changed."""
+    """Return the augmentation of training images, or None. By default, only color images are augmented."""
     if isinstance(config.augment, Augment):
         return config.augment
     enabled = images.images.shape[1] == 3 if config.augment is None else config.augment

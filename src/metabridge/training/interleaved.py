@@ -1,4 +1,4 @@
-"""Concurrent training of several networks, one step of each in turn. Experiments use it for small networks on a GPU."""
+"""Train several networks concurrently, by taking one step of each in turn. Meant for small networks on a GPU."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rich.progress import Progress
 
 from metabridge.errors import InputError, check_count
 from metabridge.progress import progress_bar
-from metabridge.training.fitting import ProgressLine, saved_and_closed, uninterrupted
+from metabridge.training.fitting import ProgressLine, delay_interrupt, saved_and_closed
 from metabridge.training.trainer import Run, Trainer
 
-CONCURRENT_RUNS = {"cuda": 8}  # by device type; 1 on other devices
+CONCURRENT_RUNS = {"cuda": 8}  # number of runs by device type; 1 for other device types
 
 
 def concurrent_runs(device: str) -> int:
-    """Return how many small networks to train at the same time on a device."""
+    """Return the number of small networks to train at the same time on a device."""
     return CONCURRENT_RUNS.get(torch.device(device).type, 1)
 
 
@@ -38,7 +38,7 @@ def train_interleaved(
     only the steps of that network.
 
     Args:
-        trainers: For each name, a function that creates the trainer; it is called when training starts.
+        trainers: For each name, a function that creates the trainer. It is called when training of this network starts.
         at_once: Number of networks to train at the same time. More than 1 requires networks without dropout, since
             they would share the global random generators.
         minutes: Stop all training runs after this number of minutes, and start no more. None for no limit.
@@ -48,7 +48,7 @@ def train_interleaved(
         The name and the run of each network, when its training ends.
 
     Raises:
-        InputError: If `at_once` is not positive, or a network draws random numbers and `at_once` is more than 1.
+        InputError: If `at_once` is not a positive integer, or is more than 1 and a network draws random numbers.
 
     >>> from metabridge.environments import Sinusoid
     >>> from metabridge.learners import method
@@ -67,19 +67,19 @@ def train_interleaved(
             while waiting or active:
                 while waiting and len(active) < at_once:
                     active.append(_ActiveTrainer(*waiting.popleft(), bar, at_once > 1))
-                for entry in list(active):
-                    if entry.trainer.finished or time.perf_counter() >= deadline:
-                        run = entry.end()
-                        active.remove(entry)
-                        yield entry.name, run
+                for active_trainer in list(active):
+                    if active_trainer.trainer.finished or time.perf_counter() >= deadline:
+                        run = active_trainer.end()
+                        active.remove(active_trainer)
+                        yield active_trainer.name, run
                     else:
-                        entry.step()
+                        active_trainer.step()
                 if time.perf_counter() >= deadline:
                     waiting.clear()
         finally:
             with contextlib.ExitStack() as stack:  # saves and closes all trainers, even if one raises an error
-                for entry in active:
-                    stack.enter_context(entry.saved_and_closed())
+                for active_trainer in active:
+                    stack.enter_context(active_trainer.saved_and_closed())
 
 
 class _ActiveTrainer:
@@ -101,7 +101,7 @@ class _ActiveTrainer:
 
     def step(self) -> None:
         """Take one step."""
-        with uninterrupted(), torch.cuda.stream(self._stream):
+        with delay_interrupt(), torch.cuda.stream(self._stream):
             point_added = self.trainer.step()
         self._line.update(point_added)
 

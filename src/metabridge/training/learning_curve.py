@@ -41,7 +41,7 @@ class Point:
 
 
 def best_score(curve: Sequence[Point]) -> Score | None:
-    """Return the best validation score of a learning curve. None if there was no validation."""
+    """Return the best validation score of a learning curve, or None if there was no validation."""
     return next((point.score for point in reversed(curve) if point.best), None)
 
 
@@ -63,7 +63,7 @@ def point_to_json(point: Point) -> dict[str, object]:
 
 
 def point_from_json(stored: dict[str, Any]) -> Point:
-    """Return the point that `point_to_json` stored. The scores of single tasks are not stored, so `values` is empty."""
+    """Return the point from the result of `point_to_json`, which has no scores of single tasks: `values` is empty."""
     validation = stored["validation"]
     score = None
     if validation is not None:

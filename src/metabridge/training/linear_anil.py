@@ -1,6 +1,7 @@
 """Resumable training of linear networks on tasks with a shared representation (Yüksel et al. 2023, §5).
 
-The runs of a first-order method are trained in parallel, as one batch; the runs of Burer–Monteiro one after another.
+All runs of a first-order method are trained in parallel, as one batch. The runs of Burer–Monteiro factorization are
+trained one after another.
 """
 
 from __future__ import annotations
@@ -49,16 +50,16 @@ class LinearAnilConfig:
         tasks: Number of training tasks per run.
         steps: Number of outer steps.
         iterations: Number of L-BFGS iterations of Burer–Monteiro factorization.
-        designs: Number of sets of test inputs. Another `designs` sets are used to choose the penalty of ridge
-            regression.
+        designs: Number of design matrices (sets of inputs) of the test tasks. As many others are used to select the
+            penalty of ridge regression.
         dimension: Dimension of the inputs.
         width: Width of the network.
-        variances: Variances of the tasks along the shared directions.
-        mean: Mean of the tasks along the shared directions; zero if None.
-        noise: Variance of the label noise.
+        variances: Variances of the task parameters w* along the shared directions.
+        mean: Mean of w* along the shared directions. None: zero.
+        noise: Variance of the noise on the targets.
         m_in: Number of support examples per task.
         m_out: Number of query examples per task.
-        m_test: Numbers of support examples per test task.
+        m_test: Numbers of support examples per test task; each of them is evaluated.
         alpha: Step size of the inner loop.
         beta: Step size of the outer loop.
     """
@@ -99,7 +100,7 @@ class LinearAnilConfig:
         ]
 
     def covariance(self) -> Tensor:
-        """Return Σ*, the covariance of the tasks along the shared directions."""
+        """Return Σ*, the covariance of the task parameters w* along the shared directions."""
         return torch.diag(torch.tensor(self.variances, dtype=torch.float64))
 
     def limiting_eigenvalues(self, settings: AnilSettings) -> tuple[float, float]:
@@ -110,7 +111,7 @@ class LinearAnilConfig:
 
 @dataclass
 class RepresentationCurves:
-    """Measurements during training.
+    """Quantities of the networks x ↦ ⟨Bw, x⟩ of all runs, with first layers B and heads w, measured during training.
 
     Args:
         steps: The steps at which the networks were measured.
@@ -136,7 +137,7 @@ class RepresentationCurves:
                 curve.append(float(f"{value:.6g}"))
 
     def join(self, other: RepresentationCurves) -> RepresentationCurves:
-        """Return the curves of the runs in `self`, followed by the runs in `other`, measured at the same steps."""
+        """Return the curves of the runs of `self`, then those of `other`, which must be measured at the same steps."""
         values = {quantity: self.values.get(quantity, []) + curves for quantity, curves in other.values.items()}
         return RepresentationCurves(other.steps, values)
 
@@ -165,7 +166,7 @@ def train_first_order(
     folder: RunFolder,
     deadline: float,
 ) -> TrainedLinearNets | None:
-    """Train a first-order method by gradient descent, resuming from the state in `folder`.
+    """Train a first-order method by gradient descent. If there is a saved state in `folder`, resume from it.
 
     Args:
         method: "fo-anil", "fo-maml", "infinite-tasks" (the expected step of "fo-anil" over all tasks) or
@@ -185,22 +186,22 @@ def train_first_order(
         )
         for environment in environments
     ]
-    state: NetParams = (torch.stack([B for B, _ in initial]), torch.stack([w for _, w in initial]))
+    params: NetParams = (torch.stack([B for B, _ in initial]), torch.stack([w for _, w in initial]))
     steps_done, seconds, curves = 0, 0.0, RepresentationCurves()
     saved = folder.read("state")
     if saved is not None:
         tensors, metadata = saved
-        state = (tensors["B"], tensors["w"])
+        params = (tensors["B"], tensors["w"])
         steps_done, seconds = metadata["done"], metadata["seconds"]
         curves = RepresentationCurves(**metadata["curves"])
     else:
-        curves.measure(0, environments, *state)
+        curves.measure(0, environments, *params)
     outer_step, dtype = _outer_step(method, config, environments, device)
-    repeated_step = RepeatedStep(outer_step, (state[0].to(device, dtype), state[1].to(device, dtype)))
-    steps_to_measure = measured_steps(config.steps)
+    repeated_step = RepeatedStep(outer_step, (params[0].to(device, dtype), params[1].to(device, dtype)))
+    measured_steps = steps_to_measure(config.steps)
     while steps_done < config.steps and time.perf_counter() < deadline:
         start_time = time.perf_counter()
-        next_measured = next(step for step in steps_to_measure if step > steps_done)
+        next_measured = next(step for step in measured_steps if step > steps_done)
         count = min(STEPS_PER_CHECK, next_measured - steps_done)
         repeated_step.advance(count)
         steps_done += count
@@ -219,16 +220,16 @@ def train_burer_monteiro(
     folder: RunFolder,
     deadline: float,
 ) -> TrainedLinearNets | None:
-    """Train Burer–Monteiro factorization, one run after another (Yüksel et al. 2023, eq. 12).
+    """Train by Burer–Monteiro factorization, one run after another (Yüksel et al. 2023, eq. 12).
 
-    Finished runs are saved in `folder` and not repeated.
+    Finished runs are saved in `folder`, and are not repeated.
 
     Args:
         config: Training options.
         environments: The environment of each run.
         device: Device, such as "cpu".
         folder: Folder of the saved state.
-        deadline: Value of `time.perf_counter()` after which no further run starts.
+        deadline: Value of `time.perf_counter()` after which no new run is started.
 
     Returns:
         The trained networks, or None if the deadline passed first.
@@ -251,10 +252,10 @@ def train_burer_monteiro(
     return TrainedLinearNets(B, None, curves, seconds)
 
 
-def measured_steps(steps: int) -> list[int]:
+def steps_to_measure(steps: int) -> list[int]:
     """Return the steps after which to measure: evenly spaced, and denser at the beginning.
 
-    >>> measured_steps(3), measured_steps(1000)[:4], measured_steps(1000)[-3:]
+    >>> steps_to_measure(3), steps_to_measure(1000)[:4], steps_to_measure(1000)[-3:]
     ([1, 2, 3], [1, 2, 3, 4], [950, 975, 1000])
     """
     # a few more than CURVE_POINTS points, since some of them coincide after rounding
@@ -286,7 +287,7 @@ def _burer_monteiro(
 ) -> tuple[Tensor, RepresentationCurves]:
     """Minimize `factorization_loss` by L-BFGS, and return B and its curves.
 
-    The start is B₀ with B₀ᵀB₀ = I/100, and heads of squared norm k'/100.
+    Training starts from a first layer B₀ of width k' with B₀ᵀB₀ = I/100, and from heads of squared norm k'/100.
     """
     generator = torch.Generator().manual_seed(environment.seed)
     alpha = 25.0  # so that B₀ᵀB₀ = I/(4α) = I/100
@@ -308,11 +309,11 @@ def _burer_monteiro(
 
     def measure(flat: NDArray[np.float64]) -> None:
         iteration = next(iteration_numbers)
-        if iteration in iterations_to_measure:
+        if iteration in measured_iterations:
             curves.measure(iteration, [environment], unflatten(flat)[0][None])
 
     curves, iteration_numbers = RepresentationCurves(), itertools.count(1)
-    iterations_to_measure = measured_steps(config.iterations)
+    measured_iterations = steps_to_measure(config.iterations)
     curves.measure(0, [environment], B[None])
     solution = optimize.minimize(
         objective,

@@ -13,8 +13,8 @@ from metabridge.cuda_graph import CapturedGraph
 from metabridge.errors import check_not_negative, check_positive
 
 NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)  # coefficients of a polynomial that moves singular values in (0, 1] towards 1
-ITERATIONS = 3  # of the polynomial
-FILTER_RATE = 0.1  # learning rate of filter banks divided by the learning rate of SGD
+ITERATIONS = 3  # number of times that the polynomial is applied
+FILTER_RATE = 0.1  # ratio of the learning rates of filter banks and of SGD
 
 
 class Muon(Optimizer):
@@ -25,7 +25,7 @@ class Muon(Optimizer):
     singular values near 1 and the learning rate `0.1 * lr`. All other parameters are trained by SGD, including
     convolutions whose filters have one input channel, such as depthwise ones.
 
-    On a GPU the first step runs eagerly and all later steps as one CUDA graph.
+    On a GPU, the first step runs eagerly, and each later step replays a CUDA graph.
 
     Args:
         params: Parameters to train.
@@ -45,7 +45,7 @@ class Muon(Optimizer):
     def __init__(self, params: Iterable[Any], lr: float, *, momentum: float = 0.9, weight_decay: float = 0.0) -> None:
         check_positive("lr", lr)
         check_not_negative("weight_decay", weight_decay)
-        self._capture: _Capture | None = None
+        self._graphed_update: _GraphedUpdate | None = None
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
 
     @torch.no_grad()
@@ -63,18 +63,18 @@ class Muon(Optimizer):
         if is_first_step or params[0].device.type != "cuda":
             self.update({param: _grad(param) for param in params}, [group["lr"] for group in self.param_groups])
             return
-        if self._capture is None:
-            self._capture = _Capture(self, params)
-        self._capture.replay()
+        if self._graphed_update is None:
+            self._graphed_update = _GraphedUpdate(self, params)
+        self._graphed_update.replay()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the momentum.
 
         Args:
-            state_dict: What `state_dict` returned.
+            state_dict: The state, from a call of `state_dict`.
         """
         super().load_state_dict(state_dict)
-        self._capture = None  # it reads the old tensors
+        self._graphed_update = None  # the CUDA graph reads the replaced tensors
 
     def update(self, grads: dict[Tensor, Tensor], rates: Sequence[float | Tensor]) -> None:
         """Update parameters and momentum in place.
@@ -98,7 +98,7 @@ class Muon(Optimizer):
                 torch._foreach_sub_(banks, torch._foreach_mul(orthogonalize(steps), rate * FILTER_RATE))
 
     def _nesterov_steps(self, params: list[Tensor], grads: list[Tensor], decay: float) -> list[Tensor]:
-        """Add the gradients to the momentum buffers, and return the steps of Nesterov momentum."""
+        """Update the momentum buffers with the gradients, and return the steps of Nesterov momentum."""
         buffers = [self.state[param]["momentum_buffer"] for param in params]
         torch._foreach_mul_(buffers, decay)
         torch._foreach_add_(buffers, grads)
@@ -111,7 +111,7 @@ def is_filter_bank(param: Tensor) -> bool:
 
 
 def orthogonalize(banks: Sequence[Tensor]) -> list[Tensor]:
-    """Return filter banks with the same singular vectors and singular values near 1.
+    """Return filter banks with the same singular vectors, but with singular values near 1.
 
     Banks of the same shape are computed as one batch.
 
@@ -129,7 +129,7 @@ def orthogonalize(banks: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _newton_schulz(matrices: Tensor) -> Tensor:
-    """Return matrices with the same singular vectors and singular values near 1."""
+    """Return matrices with the same singular vectors, but with singular values near 1."""
     is_wide = matrices.shape[1] <= matrices.shape[2]
     x = matrices if is_wide else matrices.mT
     x = x / (torch.linalg.matrix_norm(x, keepdim=True) + 1e-7)
@@ -147,7 +147,7 @@ def _grad(param: Tensor) -> Tensor:
     return torch.zeros_like(param) if param.grad is None else param.grad
 
 
-class _Capture:
+class _GraphedUpdate:
     """The update as a CUDA graph, which reads gradients and learning rates from fixed tensors."""
 
     def __init__(self, optimizer: Muon, params: list[Tensor]) -> None:

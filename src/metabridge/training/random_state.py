@@ -13,8 +13,8 @@ from torch import Tensor
 class GlobalRandomState:
     """The states of the global random generators that one trainer uses.
 
-    Layers such as dropout draw from the global generators. Inside `active()` the generators have the trainer's states,
-    outside they have the caller's. Only one trainer at a time can be active, since all threads share the generators.
+    Layers such as dropout draw from the global generators. Inside `active()`, the generators have the trainer's states;
+    outside, they have the caller's. Only one trainer at a time can be active, since all threads share the generators.
     """
 
     _LOCK = RLock()
@@ -33,15 +33,15 @@ class GlobalRandomState:
     def active(self) -> Iterator[None]:
         """Set the global generators to the trainer's states, and restore the caller's states at the end."""
         with self._LOCK:
-            callers_states = self._swap(self.states)
+            caller_states = self._swap(self.states)
             try:
                 yield
             finally:
-                self.states = self._swap(callers_states)
+                self.states = self._swap(caller_states)
 
     def _swap(self, states: dict[str, Tensor]) -> dict[str, Tensor]:
         """Set the states of the generators and return their previous states."""
-        previous = {name: generator.get_state() for name, generator in self._generators.items()}
+        previous_states = {name: generator.get_state() for name, generator in self._generators.items()}
         for name, generator in self._generators.items():
             generator.set_state(states[name])
-        return previous
+        return previous_states

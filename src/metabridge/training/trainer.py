@@ -1,4 +1,4 @@
-"""`Trainer` trains a network step by step, and saves and restores the training; `Run` is the result."""
+"""`Trainer` trains a network step by step, and can save and resume the training run; `Run` is the result."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from metabridge.models.batch_norm import estimate_statistics, running_batch_norm
 from metabridge.models.drop_path import Drop
 from metabridge.models.network import Network, Params, frozen_names
 from metabridge.training import checkpoint
-from metabridge.training.checkpoint import RunFolder, check_match, copy_into, damaged, merge_groups, select_group
+from metabridge.training.checkpoint import RunFolder, check_match, copy_into, damage_error, merge_groups, select_group
 from metabridge.training.config import TrainingConfig
 from metabridge.training.evaluation import Model, Score, evaluate
 from metabridge.training.learning_curve import Point, best_score, point_from_json, point_to_json
 from metabridge.training.muon import Muon
 from metabridge.training.random_state import GlobalRandomState
-from metabridge.training.soft_targets import Softener, soft_cross_entropy
+from metabridge.training.soft_targets import LabelSoftener, soft_cross_entropy
 
 log = logging.getLogger("metabridge")
 
@@ -75,7 +75,7 @@ class Run(Model):
 
     @property
     def best(self) -> Score | None:
-        """Validation score of the weights, if there was a validation."""
+        """Best validation score, which is the score of the weights. None without validation."""
         return best_score(self.curve)
 
     @property
@@ -84,13 +84,13 @@ class Run(Model):
         return self.curve[-1].iteration if self.curve else 0
 
     @property
-    def _state(self) -> str:
+    def _status(self) -> str:
         return "finished" if self.finished else "unfinished"
 
     def __repr__(self) -> str:
         score = "" if self.best is None else f", best validation {self.best}"
         names = f"{method_name(self.method)}, {self.model_name}"
-        return f"Run({names}, {self._iterations} iterations{score}, {self._state})"
+        return f"Run({names}, {self._iterations} iterations{score}, {self._status})"
 
     def _repr_html_(self) -> str:
         """Return a table of the run for notebooks."""
@@ -98,7 +98,7 @@ class Run(Model):
         values = {
             "method": repr(self.method),
             "model": self.model_name,
-            "steps": f"{self._iterations:,} ({self._state})",
+            "steps": f"{self._iterations:,} ({self._status})",
             "best validation score": best,
             "training time": f"{self.seconds:.3g} s",
         }
@@ -161,19 +161,18 @@ class Trainer:
         self._folder = None if out is None else RunFolder(Path(out))
         self.method, self.environment, self.validate, self.config = method, environment, validate, config
         self.dtype = torch.bfloat16 if config.precision == "bfloat16" else None
-        # in low precision, convolutions are faster in channels-last layout, and converting between layouts costs time
+        # In low precision, convolutions are faster in channels-last layout; converting in every step would cost time.
         if self.dtype is not None:
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.net = net.to(self.device).train()
         self.params = parameters(method, net, classes=getattr(environment, "classes", None), seed=config.seed)
         self.optimizer = self._make_optimizer()
-        self._drops = [block for block in net.modules() if isinstance(block, Drop)]
-        soft = config.soft_targets
-        self._softener = None if soft is None else Softener(soft, method, teacher)
-        self._engine = Engine(
-            method if soft is None else replace(method, loss=soft_cross_entropy), net, mode=mode, dtype=self.dtype
-        )
-        self._average = None if config.ema_decay is None else _copy(self.params)
+        self._drop_layers = [layer for layer in net.modules() if isinstance(layer, Drop)]
+        soft_targets = config.soft_targets
+        self._softener = None if soft_targets is None else LabelSoftener(soft_targets, method, teacher)
+        engine_method = method if soft_targets is None else replace(method, loss=soft_cross_entropy)
+        self._engine = Engine(engine_method, net, mode=mode, dtype=self.dtype)
+        self._ema_params = None if config.ema_decay is None else _copy(self.params)
         self.generators = {
             "tasks": torch.Generator().manual_seed(config.seed),
             "augment": torch.Generator(self.device).manual_seed(config.seed),
@@ -183,40 +182,41 @@ class Trainer:
             torch.backends.cudnn.benchmark = True  # shapes do not change, so finding the fastest algorithms pays off
         self.best_weights: tuple[Params, Params] | None = None  # parameters and buffers
         self.curve: list[Point] = []
-        self.loss_sum = torch.zeros((), device=self.device)  # since the last point of the curve
+        self.loss_sum = torch.zeros((), device=self.device)  # over the steps since the last point of the curve
         self.iteration, self.seconds = 0, 0.0
         self._in_step = False
-        self._best_is_unsaved = False
+        self._best_weights_unsaved = False
         self._last_saved = time.perf_counter()
         self._settings = {} if self._folder is None else self._describe()
         self._lock = None if self._folder is None else FolderLock(self._folder.path)
         if self._folder is not None:
             try:
-                self._start_in(self._folder)
+                self._restore_or_create_run(self._folder)
             except BaseException:
                 self.close()
                 raise
 
     def _make_optimizer(self) -> Optimizer:
         """Return the optimizer of all parameters that require gradients."""
-        solver_names = solver_params(self.params).keys()  # no weight decay, which would shrink learned rates
-        trained = {name: value for name, value in self.params.items() if value.requires_grad}
-        if not trained:
+        # Parameters of the solver, such as learned step sizes, have no weight decay, which would shrink them.
+        solver_names = solver_params(self.params).keys()
+        trained_params = {name: value for name, value in self.params.items() if value.requires_grad}
+        if not trained_params:
             raise InputError(
                 "there is nothing to train: every parameter that this method trains has requires_grad=False. Unfreeze "
                 "some of them."
             )
         groups: list[dict[str, Any]] = [
-            {"params": [value for name, value in trained.items() if name not in solver_names]},
-            {"params": [value for name, value in trained.items() if name in solver_names], "weight_decay": 0.0},
+            {"params": [value for name, value in trained_params.items() if name not in solver_names]},
+            {"params": [value for name, value in trained_params.items() if name in solver_names], "weight_decay": 0.0},
         ]
         optimizer: Optimizer = OPTIMIZERS[self.config.optimizer](
             [group for group in groups if group["params"]], lr=self.config.lr, weight_decay=self.config.weight_decay
         )
         return optimizer
 
-    def _start_in(self, folder: RunFolder) -> None:
-        """Restore the run in the folder, if there is one; its number of iterations may differ from `config`."""
+    def _restore_or_create_run(self, folder: RunFolder) -> None:
+        """Restore the run in the folder, whose number of iterations may differ from `config`, or create a run."""
         stored = folder.resumable_settings()
         if stored is not None:
             if self.config.validate_every is None:
@@ -253,7 +253,7 @@ class Trainer:
     def draws_global_random_numbers(self) -> bool:
         """Whether the network draws from the global random generators in training, as dropout does."""
         episodes = self.environment.sample(self.config.batch_size, torch.Generator().manual_seed(self.config.seed))
-        return self._engine.behavior(self.params, episodes.to(self.device)).random
+        return self._engine.behavior(self.params, episodes.to(self.device)).is_random
 
     def step(self) -> bool:
         """Take one training step, and save the run if a save is due.
@@ -274,32 +274,33 @@ class Trainer:
         return point_added
 
     def _step(self) -> bool:
-        config, started = self.config, time.perf_counter()
+        """Take one training step without saving the run, and return whether it added a point to the curve."""
+        config, start_time = self.config, time.perf_counter()
         self._set_rates()
         episodes = self.environment.sample(config.batch_size, self.generators["tasks"]).to(self.device)
         progress = self.iteration / config.iterations
         if config.augment is not None:
-            # the teacher needs images of full size
+            # the teacher needs images of full size, so images are resized after the computation of the soft targets
             size_progress = progress if self._softener is None else 1.0
             episodes = config.augment.episodes(episodes, self.generators["augment"], size_progress)
         if self._softener is not None:
             episodes = self._softener(episodes, self.generators["augment"])
             if config.augment is not None:
                 episodes = config.augment.shrunk(episodes, progress)
-        result = self._engine(self.params, episodes)
-        result.assign(self.params)
+        meta_gradient = self._engine(self.params, episodes)
+        meta_gradient.assign(self.params)
         self.optimizer.step()
-        if self._average is not None and config.ema_decay is not None:
-            # a smaller decay at first, so that the initial weights lose their influence quickly
+        if self._ema_params is not None and config.ema_decay is not None:
+            # the decay is smaller at first, so that the initial weights lose their influence quickly
             decay = min(config.ema_decay, (1 + self.iteration) / (10 + self.iteration))
-            values = [self.params[name].detach() for name in self._average]
-            torch._foreach_lerp_(list(self._average.values()), values, 1 - decay)
-        self.loss_sum += result.loss
+            current_params = [self.params[name].detach() for name in self._ema_params]
+            torch._foreach_lerp_(list(self._ema_params.values()), current_params, 1 - decay)
+        self.loss_sum += meta_gradient.loss
         self.iteration += 1
         validation_due = self.iteration % config.validation_interval == 0 or self.iteration == config.iterations
         if validation_due or self.device.type == "cpu":  # on a GPU, reading the loss waits for the step
-            self._check_finite(float(result.loss))
-        self.seconds += time.perf_counter() - started
+            self._check_finite(float(meta_gradient.loss))
+        self.seconds += time.perf_counter() - start_time
         if validation_due:
             self._add_point()
         return validation_due
@@ -317,8 +318,8 @@ class Trainer:
     def _set_drop_rates(self) -> None:
         """Set the drop rates, which rise linearly from 0 to their full values (Wang et al. 2021, section 5.2)."""
         progress = self.iteration // DROP_RATE_STEPS * DROP_RATE_STEPS / self.config.iterations
-        for block in self._drops:
-            block.rate.fill_(block.full_rate * progress)
+        for layer in self._drop_layers:
+            layer.rate.fill_(layer.full_rate * progress)
 
     def _check_finite(self, loss: float) -> None:
         if not math.isfinite(loss):
@@ -329,21 +330,24 @@ class Trainer:
             )
 
     def _add_last_point(self) -> None:
-        """Add the last point to the curve of a run whose `iterations` was reduced to the number already done."""
+        """Add the last point to the curve of a run whose `iterations` was reduced to the number of steps taken."""
         last_iteration = self.curve[-1].iteration if self.curve else 0
         if last_iteration < self.iteration == self.config.iterations:
             with self._global_random.active():
                 self._add_point()
 
     def _add_point(self) -> None:
-        """Validate, add a point to the learning curve, and keep the weights if they are the best or not validated."""
+        """Validate, add a point to the learning curve, and store the weights if they are the best so far.
+
+        Without validation, the last weights are stored.
+        """
         last_iteration = self.curve[-1].iteration if self.curve else 0
         loss = float(self.loss_sum) / (self.iteration - last_iteration)
         self.loss_sum.zero_()
         self._update_network()
         score = None
         if self.validate is not None:
-            model = Model(self.method, self.net, self._average or self.params, self.dtype)
+            model = Model(self.method, self.net, self._ema_params or self.params, self.dtype)
             score = evaluate(model, self.validate, tasks=self.config.validate_tasks, seed=self.config.seed)
             if not math.isfinite(score.mean):
                 log.warning(
@@ -353,12 +357,12 @@ class Trainer:
         improved = score is not None and (best is None or score.beats(best))
         if improved or score is None:
             self.best_weights = self._current_weights()
-            self._best_is_unsaved = True
+            self._best_weights_unsaved = True
         self.curve.append(Point(self.iteration, self.seconds, loss, score, improved))
 
     def _update_network(self) -> None:
         """Copy the weights (with `ema_decay`, their average) into the network, and estimate its running statistics."""
-        copy_into(self.net, self._average or self.params, dict(self.net.named_buffers()))
+        copy_into(self.net, self._ema_params or self.params, dict(self.net.named_buffers()))
         if running_batch_norms(self.net):
             generator = torch.Generator().manual_seed(0)
             count = 8 if self.device.type == "cpu" else 40
@@ -367,10 +371,10 @@ class Trainer:
 
     def _current_weights(self) -> tuple[Params, Params]:
         """Return copies of the parameters (with `ema_decay`, of their moving average) and of the buffers."""
-        return _copy(self._average or self.params), _copy(dict(self.net.named_buffers()))
+        return _copy(self._ema_params or self.params), _copy(dict(self.net.named_buffers()))
 
     def speed(self) -> str:
-        """Return how many tasks or images per second training processes."""
+        """Return the speed of training in tasks or images per second."""
         tasks = self.iteration * self.config.batch_size / max(self.seconds, 1e-9)
         if isinstance(self.environment, ImageBatches):
             return f"{tasks * self.environment.size:.3g} images/s"
@@ -388,7 +392,7 @@ class Trainer:
         return Run(self.method, net, params, self.dtype, curve, self.seconds, self._settings, self.finished)
 
     def save(self) -> None:
-        """Write the run to its folder, unless a step was interrupted.
+        """Write the run to its folder. Do nothing if there is no folder, or if a step was interrupted.
 
         Raises:
             InputError: If `close` was called before, or the folder cannot be written.
@@ -410,7 +414,7 @@ class Trainer:
         self._lock = None
 
     def _describe(self) -> dict[str, Any]:
-        """Return the settings of the run as JSON can store them."""
+        """Return the settings of the run in a form that JSON can store."""
         frozen = sorted(frozen_names(self.net))
         teacher = None if self._softener is None else self._softener.teacher
         options = self.config.as_dict() | {"validate_every": self.config.validation_interval}
@@ -429,17 +433,17 @@ class Trainer:
     def _write(self, folder: RunFolder) -> None:
         """Write the best weights and the training state."""
         curve = [point_to_json(point) for point in self.curve]
-        notes = {
+        metadata = {
             "iteration": self.iteration,
             "seconds": self.seconds,
             "finished": self.finished,
             "curve": curve,
             "settings": checkpoint.fingerprint(self._describe_model_and_method()),
         }
-        if self.best_weights is not None and self._best_is_unsaved:
+        if self.best_weights is not None and self._best_weights_unsaved:
             params, buffers = self.best_weights
-            folder.write("weights", merge_groups(params=params, buffers=buffers), notes)
-        moments = {
+            folder.write("weights", merge_groups(params=params, buffers=buffers), metadata)
+        optimizer_state = {
             f"{index}.{key}": torch.as_tensor(value)
             for index, state in self.optimizer.state_dict()["state"].items()
             for key, value in state.items()
@@ -447,21 +451,21 @@ class Trainer:
         }
         tensors = merge_groups(
             params=self.params,
-            average=self._average or {},
+            average=self._ema_params or {},
             buffers=_copy(dict(self.net.named_buffers())),
-            moments=moments,
+            moments=optimizer_state,
             random=self._random_states(),
             loss={"total": self.loss_sum},
         )
-        folder.write("state", tensors, notes)
-        self._best_is_unsaved = False
+        folder.write("state", tensors, metadata)
+        self._best_weights_unsaved = False
         folder.write_metrics(curve)
 
     def _random_states(self) -> Params:
         return {name: generator.get_state() for name, generator in self.generators.items()} | self._global_random.states
 
     def _restore(self, folder: RunFolder) -> None:
-        """Restore what `save` wrote, if anything."""
+        """Restore the saved run, if there is one."""
         state, weights = folder.read("state"), folder.read("weights")
         if state is None:
             return
@@ -470,7 +474,7 @@ class Trainer:
         except InputError:
             raise
         except PARSING_ERRORS as error:
-            raise damaged(folder.path / "state.safetensors", f"its state cannot be read ({error!r})") from error
+            raise damage_error(folder.path / "state.safetensors", f"its state cannot be read ({error!r})") from error
         if weights is None and self.curve:
             raise InputError(
                 f"the run in {folder.path} has lost its best weights: weights.safetensors is missing. "
@@ -485,14 +489,14 @@ class Trainer:
                 {key: value.to(self.device) for key, value in buffers.items()},
             )
 
-    def _restore_state(self, folder: RunFolder, tensors: Params, notes: dict[str, Any]) -> None:
+    def _restore_state(self, folder: RunFolder, tensors: Params, metadata: dict[str, Any]) -> None:
         states = select_group(tensors, "random")
         if states.keys() != self._random_states().keys():
             device_type = "a GPU" if "cuda" in states else "the CPU"
             raise InputError(
                 f"the run in {folder.path} was started on {device_type}. Continue it there, or use another folder."
             )
-        self.iteration, self.seconds = operator.index(notes["iteration"]), float(notes["seconds"])
+        self.iteration, self.seconds = operator.index(metadata["iteration"]), float(metadata["seconds"])
         if self.iteration > self.config.iterations:
             raise InputError(
                 f"the run in {folder.path} has done {self.iteration} iterations, but iterations is "
@@ -502,40 +506,40 @@ class Trainer:
         if buffers := select_group(tensors, "buffers"):  # early files of version 0.1.0 have none
             current, stored = current | dict(self.net.named_buffers()), stored | buffers
         check_match(current, stored, folder.path)
-        averages, stored_averages = self._average or {}, select_group(tensors, "average")
-        check_match(averages, stored_averages, folder.path)
+        ema_params, stored_ema_params = self._ema_params or {}, select_group(tensors, "average")
+        check_match(ema_params, stored_ema_params, folder.path)
         with torch.no_grad():
             for name, value in current.items():
                 value.copy_(stored[name])
-            for name, average in averages.items():
-                average.copy_(stored_averages[name])
-        self._restore_moments(select_group(tensors, "moments"))
+            for name, value in ema_params.items():
+                value.copy_(stored_ema_params[name])
+        self._restore_optimizer(select_group(tensors, "moments"))
         for name, generator in self.generators.items():
             generator.set_state(states[name])
         self._global_random.states = {name: states[name] for name in self._global_random.states}
         with self._global_random.active():
             pass  # entering raises an error if a state is invalid
         self.loss_sum = tensors["loss.total"].to(self.device).reshape(())
-        self.curve = [point_from_json(point) for point in notes["curve"]]
+        self.curve = [point_from_json(point) for point in metadata["curve"]]
         self._set_drop_rates()
 
-    def _restore_moments(self, stored: Params) -> None:
-        """Restore the optimizer's state."""
-        moments: dict[int, dict[str, torch.Tensor]] = {}
+    def _restore_optimizer(self, stored: Params) -> None:
+        """Restore the state of the optimizer from the tensors named `position of the parameter`.`key`."""
+        optimizer_state: dict[int, dict[str, torch.Tensor]] = {}
         for name, value in stored.items():
             index, _, key = name.partition(".")
-            moments.setdefault(int(index), {})[key] = value
-        trained = [value for group in self.optimizer.param_groups for value in group["params"]]
-        first_keys = next(iter(moments.values()), {}).keys()
-        for position, values in moments.items():
+            optimizer_state.setdefault(int(index), {})[key] = value
+        trained_params = [value for group in self.optimizer.param_groups for value in group["params"]]
+        first_keys = next(iter(optimizer_state.values()), {}).keys()
+        for position, values in optimizer_state.items():
             if values.keys() != first_keys:
                 raise ValueError(
-                    f"the optimizer's state of parameter {position} has other keys than the state of the first"
+                    f"the optimizer's state of parameter {position} has other keys than that of the first parameter"
                 )
-            if any(value.ndim and value.shape != trained[position].shape for value in values.values()):
+            if any(value.ndim and value.shape != trained_params[position].shape for value in values.values()):
                 raise ValueError(f"the optimizer's state of parameter {position} has another shape")
         groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": moments, "param_groups": groups})
+        self.optimizer.load_state_dict({"state": optimizer_state, "param_groups": groups})
 
 
 def _copy(tensors: Params) -> Params:
