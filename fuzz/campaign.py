@@ -24,9 +24,9 @@ class Tally:
 
     reader: str
     inputs: int = 0
-    counts: dict[str, int] = field(default_factory=dict)
-    peak: int = 0
-    failures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)  # by kind of outcome
+    peak: int = 0  # largest memory of a case, in bytes
+    failures: dict[str, dict[str, Any]] = field(default_factory=dict)  # by kind and line of code
 
     def add(self, outcome: Outcome) -> None:
         """Count one case."""
@@ -68,7 +68,7 @@ class Campaign:
 
     def __init__(self, readers: str, names: Iterable[str], *, inputs: int, seed: int, out: Path) -> None:
         self.readers, self.inputs, self.seed = readers, inputs, seed
-        self.key = f"{seed}-{_code_key()}"
+        self.key = f"{seed}-{_code_key()}"  # stored with the counts, which are dropped if it differs
         self.out = make_folder(out)
         self.tallies = {name: self._load_tally(name) for name in names}
 

@@ -30,8 +30,8 @@ class Node(NamedTuple):
 
 Files = Mapping[str, bytes | Link | Node]  # by path in the folder of the case; invalid UTF-8 as surrogates
 
-# The allowed outcomes. "any": every outcome that is not a failure; "same": the data of a valid input, or an InputError;
-# "refused": only an InputError.
+# The allowed outcomes. "any": any data or an InputError; "same": only the data of a valid input, or an InputError;
+# "refused": only an InputError. A crash, a hang, another exception and so on are always failures.
 Expected = Literal["any", "same", "refused"]
 
 
@@ -57,49 +57,49 @@ class Reader:
     Args:
         name: The name of the reader.
         entries: Functions that read the folder of a case and return its data, or raise `InputError`.
-        seeds: Returns the valid inputs. It may write to its argument, an empty folder.
+        valid_inputs: Returns the valid inputs. It may write to its argument, an empty folder.
         change: Returns a changed copy of a valid input. Its last argument is all valid inputs, for splicing.
-        hostile: Returns the hand-written inputs. Its argument is all valid inputs.
+        hostile: Returns the hand-written inputs, most of them malicious. Its argument is all valid inputs.
     """
 
     name: str
     entries: tuple[Callable[[Path], object], ...]
-    seeds: Callable[[Path], Sequence[Files]]
+    valid_inputs: Callable[[Path], Sequence[Files]]
     change: Callable[[Files, random.Random, Sequence[Files]], tuple[Files, Expected]]
     hostile: Callable[[Sequence[Files]], Sequence[Hostile]] = lambda inputs: ()
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The inputs of a reader."""
+    """The inputs of a reader, from which its cases are made."""
 
     reader: Reader
-    inputs: Sequence[Files]
+    valid_inputs: Sequence[Files]
     hand_written: Sequence[Hostile]
 
     @classmethod
     def of(cls, reader: Reader, folder: Path) -> Corpus:
         """Create the valid and the hand-written inputs of a reader."""
-        inputs = reader.seeds(folder)
-        return cls(reader, inputs, reader.hostile(inputs))
+        valid_inputs = reader.valid_inputs(folder)
+        return cls(reader, valid_inputs, reader.hostile(valid_inputs))
 
     @property
     def num_fixed_cases(self) -> int:
         """The number of cases that are not random: valid inputs once per entry, and hand-written inputs once."""
-        return len(self.reader.entries) * len(self.inputs) + len(self.hand_written)
+        return len(self.reader.entries) * len(self.valid_inputs) + len(self.hand_written)
 
     def case(self, seed: int, number: int) -> Case:
         """Return a case, which depends only on the seed, the reader and the number."""
         entries = len(self.reader.entries)
         entry, index = number % entries, number // entries
-        if index < len(self.inputs):
-            return Case(self.inputs[index], "same", entry)
+        if index < len(self.valid_inputs):
+            return Case(self.valid_inputs[index], "same", entry)
         if number < self.num_fixed_cases:
-            return Case(*self.hand_written[number - entries * len(self.inputs)], entry)
+            return Case(*self.hand_written[number - entries * len(self.valid_inputs)], entry)
         rng = random.Random(f"{seed}/{self.reader.name}/{number}")
-        if self.hand_written and rng.random() < 0.02:  # possibly with another entry than before
+        if self.hand_written and rng.random() < 0.02:  # again, possibly with another entry
             return Case(*rng.choice(self.hand_written), entry)
-        files, expected = self.reader.change(rng.choice(self.inputs or ({},)), rng, self.inputs)
+        files, expected = self.reader.change(rng.choice(self.valid_inputs or ({},)), rng, self.valid_inputs)
         return Case(files, expected, entry)
 
 

@@ -30,7 +30,7 @@ from metabridge.datasets import glyphs, image_cache
 from metabridge.datasets.data_check import check_dataset
 from metabridge.environments.image_tasks import LabeledImages
 
-Change = Callable[[Files, random.Random, Sequence[Files]], tuple[Files, Expected]]
+ChangeFiles = Callable[[Files, random.Random, Sequence[Files]], tuple[Files, Expected]]
 
 
 def changer(
@@ -40,7 +40,7 @@ def changer(
     expected_by_rule: Expected = "any",
     expected_by_damage: Expected = "any",
     prefix: str = "",
-) -> Change:
+) -> ChangeFiles:
     """Return a function that changes one of the files whose names start with `prefix`.
 
     With probability `chance` the rule for its suffix changes the file, and the expected outcome is `expected_by_rule`.
@@ -67,7 +67,7 @@ def to_pickle(value: object, protocol: int = 2) -> bytes:
 
 PROTOCOLS = (2, 4, 5)
 ZEROS = 3 * 2**29  # unpacked size of a decompression bomb in bytes
-BOMBS = (
+BOMBS = (  # small pickles that take much memory or time, or run code, in a careless reader
     b"\x80\x04\x96\xff\xff\xff\xff\0\0\0\0.",  # a bytearray of 4 GiB
     b"\x80\x04\x8e\xff\xff\xff\xff\0\0\0\0.",
     b"\x80\x02" + b"]" + b"(" * 1_000_000,
@@ -90,8 +90,8 @@ BOMBS = (
 
 def _mini(**changes: object) -> dict[str, object]:
     """Return the content of a small pickle of mini-ImageNet, with changed entries."""
-    grid = np.arange(4 * 4 * 4 * 3, dtype=np.uint8).reshape(4, 4, 4, 3)
-    return {"image_data": grid, "class_dict": {"n01": [0, 1], "n02": [2, 3]}, **changes}
+    images = np.arange(4 * 4 * 4 * 3, dtype=np.uint8).reshape(4, 4, 4, 3)
+    return {"image_data": images, "class_dict": {"n01": [0, 1], "n02": [2, 3]}, **changes}
 
 
 def _mini_files(train: object, protocol: int = 2) -> Files:
@@ -102,22 +102,23 @@ def _mini_files(train: object, protocol: int = 2) -> Files:
 
 
 def _hostile_mini(inputs: Sequence[Files]) -> list[Hostile]:
-    grid = np.asarray(_mini()["image_data"])
+    images = np.asarray(_mini()["image_data"])
     rows: tuple[Any, ...] = ([0.9], [-1], [4], ["0"], [None], [1e300], [float("nan")], 3, None, "01", [[0]])
     classes: tuple[Any, ...] = ({}, {3: [0]}, {None: [0]}, {("a",): [0]}, {"n01": {0: 1}}, {"n01": []})
-    wrong: tuple[Any, ...] = (grid.astype(np.int64) + 200, grid / 2, grid[0], grid[:0], grid.astype("U"), [[1]], None)
-    bad_images = (grid[..., :2], grid[..., :1], grid[:, :0], np.zeros((4, 4, 4, 9), np.uint8))
+    wrong_arrays: list[Any] = [images.astype(np.int64) + 200, images / 2, images[0], images[:0], images.astype("U")]
+    wrong_arrays += [[[1]], None]
+    unreadable_images = (images[..., :2], images[..., :1], images[:, :0], np.zeros((4, 4, 4, 9), np.uint8))
     refused = [
         *(_mini(class_dict={"n01": each}) for each in rows),
         *(_mini(class_dict=None), _mini(class_dict=[])),
-        *(_mini(image_data=data) for data in wrong),
+        *(_mini(image_data=data) for data in wrong_arrays),
     ]
-    same = [_mini(class_dict={"n01": np.array([0, 1]), "n02": (2, 3)}), _mini(image_data=np.asfortranarray(grid))]
+    same = [_mini(class_dict={"n01": np.array([0, 1]), "n02": (2, 3)}), _mini(image_data=np.asfortranarray(images))]
     return [
         *(Hostile(_mini_files(value), "refused") for value in refused),
         *(Hostile(_mini_files(value), "same") for value in same),
         *(Hostile(_mini_files(_mini(class_dict=each))) for each in classes),
-        *(Hostile(_mini_files(_mini(image_data=data))) for data in bad_images),
+        *(Hostile(_mini_files(_mini(image_data=data))) for data in unreadable_images),
         *(Hostile(_mini_files(bomb), "refused") for bomb in BOMBS),
         Hostile(_mini_files(_mini(class_dict=dict.fromkeys(map(str, range(270)), [0] * 60_000))), "refused"),
     ]
@@ -221,6 +222,7 @@ def _hostile_binary(inputs: Sequence[Files]) -> list[Hostile]:
 
 
 def _tar_gz(folder: str, parts: Mapping[str, bytes], kinds: Mapping[str, bytes] | None = None) -> bytes:
+    """Return an archive of files. Those in `kinds` are links, with their type in tar; their content is the target."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
         for name, content in parts.items():
@@ -237,9 +239,9 @@ def change_archive(data: bytes, rng: random.Random) -> bytes:
     raw = bytearray(gzip.decompress(data))
     if rng.random() < 0.5:
         block = 512 * rng.randrange(max(1, len(raw) // 512))
-        for _ in range(rng.choice((1, 3))):
+        for _ in range(rng.choice((1, 3))):  # the first 100 bytes, the name, are changed twice as often as the others
             raw[block + rng.randrange(400) % 300] = rng.choice((0, 0x37, 0x2F, 0x80, 0xFF, rng.randrange(256)))
-        if rng.random() < 0.7:
+        if rng.random() < 0.7:  # the checksum, computed with spaces in its place
             raw[block + 148 : block + 156] = b" " * 8
             raw[block + 148 : block + 156] = f"{sum(raw[block : block + 512]):06o}\0 ".encode()
         return gzip.compress(bytes(raw), 1, mtime=0)
@@ -250,17 +252,17 @@ def _hostile_archives(inputs: Sequence[Files]) -> list[Hostile]:
     python = "cifar-100-python"
     huge, bomb = tarfile.TarInfo(f"{python}/train"), tarfile.TarInfo(f"{python}/train")
     huge.size, bomb.size = 2**40, ZEROS
-    packed = gzip.compress(bomb.tobuf(), mtime=0) + gzip.compress(bytes(2**24), mtime=0) * (ZEROS // 2**24)
+    packed_bomb = gzip.compress(bomb.tobuf(), mtime=0) + gzip.compress(bytes(2**24), mtime=0) * (ZEROS // 2**24)
     links = [
         _tar_gz(python, _cifar_parts() | {"train": target}, {"train": kind})
-        for kind in (b"1", b"2")
+        for kind in (tarfile.LNKTYPE, tarfile.SYMTYPE)
         for target in (b"../../outside/secret.png", b"/dev/zero", b"train", b"meta")
     ]
     contents = [
         *links,
-        gzip.compress(huge.tobuf(), mtime=0),
+        gzip.compress(huge.tobuf(), mtime=0),  # a header without its content
         gzip.compress(tarfile.TarInfo("x").tobuf() * 2048, mtime=0) * 500,  # a million files
-        packed,
+        packed_bomb,
         b"",
         gzip.compress(b"", mtime=0),
         _tar_gz(python, {}),
@@ -287,9 +289,9 @@ def _zip_bomb(name: str) -> bytes:
     block = packer.compress(bytes(2**24)) + packer.flush(zlib.Z_FULL_FLUSH)  # a block that can be repeated
     data = bytearray(mutate.zip_archive([(name, block * (ZEROS // 2**24) + packer.flush())], zipfile.ZIP_STORED))
     central = data.index(b"PK\x01\x02")
-    for at in (8, central + 10):
+    for at in (8, central + 10):  # the compression method, in the header of the member and in the directory
         struct.pack_into("<H", data, at, zipfile.ZIP_DEFLATED)
-    for at in (22, central + 24):
+    for at in (22, central + 24):  # the unpacked size, in both places
         struct.pack_into("<I", data, at, ZEROS)
     return bytes(data)
 
@@ -397,7 +399,7 @@ def _parquet_datasets(folder: Path) -> list[Files]:
     return [{"data/train.parquet": content} for content in contents]
 
 
-COLUMNS: tuple[Sequence[Any], ...] = (
+COLUMNS: tuple[Sequence[Any], ...] = (  # unusual columns of images or labels
     *([0, 1], [-1, 2**62], [0.5, float("nan")], ["a", None], [b"\xff", b""], [True, False], [None, None], [[1], []]),
     *(
         [{"x": 1}, None],
@@ -497,8 +499,10 @@ def _hostile_caches(inputs: Sequence[Files]) -> list[Hostile]:
             keys = ("shape", "labels", "classes", "same", "blocks")
             forged = [index | {key: value} for key in keys for value in UNEXPECTED_VALUES]
             forged += [index | {"labels": [value] * 6} for value in (-1, 3, 10**12, 0.5)]
-            sealed = (json.dumps({**entry, "checksum": image_cache._checksum(entry)}).encode() for entry in forged)
-            cases += [Hostile({**valid_files, name: text}) for text in sealed]
+            with_valid_checksums = (
+                json.dumps({**entry, "checksum": image_cache._checksum(entry)}).encode() for entry in forged
+            )
+            cases += [Hostile({**valid_files, name: text}) for text in with_valid_checksums]
     return cases
 
 
@@ -529,12 +533,8 @@ def _entries(*names: str, size: int | None = None) -> tuple[Callable[[Path], obj
     return (*(partial(load_dataset, name, size=size) for name in names), lambda folder: check_dataset(folder / "data"))
 
 
-PICKLE: dict[str, mutate.Change] = {
-    ".pkl": mutate.change_pickle,
-    "train": mutate.change_pickle,
-    "test": mutate.change_pickle,
-}
-PICKLE["meta"] = mutate.change_pickle
+# By the end of a file's name; the pickles of CIFAR-100 (train, test and meta) have no suffix.
+PICKLE: dict[str, mutate.Change] = dict.fromkeys((".pkl", "train", "test", "meta"), mutate.change_pickle)
 CIFAR = ("cifar-fs", "fc100", "fs-cifar100")
 
 DATASET_READERS = (

@@ -110,6 +110,7 @@ def image_reader(
 
 
 def _header(width: int, height: int, depth: int = 8, colors: int = 2) -> tuple[bytes, bytes]:
+    """Return the first chunk of a PNG file; `depth` is the number of bits per value, and `colors` the color type."""
     return b"IHDR", struct.pack(">IIBBBBB", width, height, depth, colors, 0, 0, 0)
 
 
@@ -140,6 +141,7 @@ def _unsupported_formats() -> list[bytes]:
 
 
 def _png_bombs() -> list[bytes]:
+    """Return small files that declare or unpack to huge images or texts, and files of unsupported formats."""
     compressor = zlib.compressobj(9)
     stream = b"".join(compressor.compress(bytes(2**20)) for _ in range(64)) + compressor.flush()
     header, end, pixels = _header(5, 5), (b"IEND", b""), (b"IDAT", zlib.compress(bytes(80)))
@@ -168,22 +170,23 @@ def _png_files() -> list[bytes]:
 
 
 def _jpeg_bombs() -> list[bytes]:
+    """Return a JPEG file whose 10,000 added scans take very long to decode, and files of unsupported formats."""
     stream = io.BytesIO()
     Image.new("L", (7000, 7000)).save(stream, "jpeg", progressive=True)
     content = stream.getvalue()
-    last = content.rindex(b"\xff\xda")
-    return [content[:-2] + content[last : last + 10] * 10_000 + content[-2:], *_unsupported_formats()]
+    last_scan = content.rindex(b"\xff\xda")
+    return [content[:-2] + content[last_scan : last_scan + 10] * 10_000 + content[-2:], *_unsupported_formats()]
 
 
 def _bmp_jump() -> bytes:
-    """Return a compressed image of one line whose only instruction skips 255 lines."""
+    """Return a compressed BMP file of one line whose only instruction skips 255 lines."""
     header = struct.pack("<IiiHHIIiiII", 40, 50_000_000, 1, 1, 8, 1, 4, 1, 1, 256, 0)
     return struct.pack("<2sIHHI", b"BM", 1084, 0, 0, 1078) + header + bytes(1024) + b"\0\x02\xff\xff\0\1"
 
 
 def _jpeg_files() -> list[bytes]:
     tags = Image.Exif()
-    tags[0x0112] = 6
+    tags[0x0112] = 6  # orientation
     images = [encode(mode, "jpeg") for mode in ("RGB", "L", "CMYK")]
     return [*images, encode("RGB", "jpeg", progressive=True), encode("RGB", "jpeg", exif=tags)]
 
@@ -204,7 +207,10 @@ def _tiff_files() -> list[bytes]:
 
 
 def _with_other_sizes(content: bytes, offsets: Sequence[int], layout: str) -> list[bytes]:
-    """Return copies of a file with other widths and heights in its header."""
+    """Return copies of a file with other widths and heights in its header.
+
+    `offsets` are the positions of the width and the height, and `layout` is their format, as in `struct`.
+    """
     files = []
     for size in ((13000, 13000), (30000, 30000), (65535, 65535), (0, 5), (5, 0), (1, 65535)):
         changed = bytearray(content)
@@ -215,8 +221,10 @@ def _with_other_sizes(content: bytes, offsets: Sequence[int], layout: str) -> li
 
 
 def _tiff_bombs() -> list[bytes]:
+    """Return small files that declare huge images or tiles, and files of unsupported formats."""
     files = []
     for content in _tiff_files()[:1] + _tiff_files()[8:10]:
+        # Tag 256 is the width, 6 pixels, and tag 257 the height, 5 pixels; type 4 is 32 bits, and type 3 is 16 bits.
         for old, new in ((6, 60000), (6, 13000), (5, 60000)):
             files.append(
                 content.replace(
@@ -321,7 +329,7 @@ def change_folder(files: Files, rng: random.Random, all_files: Sequence[Files]) 
         base = str(rng.choice(list(files))).rpartition("/")[0]
         kind = rng.randrange(8)
         name = rng.choice(mutate.NAMES).replace("\0", "").replace("/", "|")[:80] or "x"
-        name = (
+        name = (  # surrogates become invalid UTF-8
             "dots"
             if name in (".", "..")
             else str(name).encode("utf-8", "surrogatepass").decode("utf-8", "surrogateescape")
@@ -329,7 +337,7 @@ def change_folder(files: Files, rng: random.Random, all_files: Sequence[Files]) 
         if kind == 0:
             changed[f"{base}/{name}.png"] = encode()
         elif kind == 1:
-            changed[f"{base}/../{name}/1.png".replace("/x/..", "")] = encode(value=40)
+            changed[f"{base}/../{name}/1.png"] = encode(value=40)
         elif kind == 2:
             ending = rng.choice((".png", "", ".parquet", ".pkl", ".zip", ".json"))
             changed[f"{base}/link{ending}"] = Link(rng.choice(LINKS))

@@ -14,7 +14,7 @@ from typing import Any
 
 Change = Callable[[bytes, random.Random], bytes]
 
-NUMBERS: tuple[int, ...] = (
+NUMBERS: tuple[int, ...] = (  # sizes, offsets and counts that are likely to cause errors
     0,
     1,
     2,
@@ -31,7 +31,7 @@ NUMBERS: tuple[int, ...] = (
     2**63 - 1,
     2**64 - 1,
 )
-NAMES = (
+NAMES = (  # unusual or malicious names of files and keys
     "",
     ".",
     "..",
@@ -53,7 +53,7 @@ NAMES = (
     "%s%n",
     "💥",
 )
-VALUES: tuple[Any, ...] = (
+VALUES: tuple[Any, ...] = (  # unusual values in JSON
     *(0, -1, 1, 3, 10**9, -(10**9), 2**31, 2**63, 10**30, 10**400, 0.5, -0.0, 1e308, 1e-320),
     *(float("nan"), float("inf"), float("-inf"), True, False, None),
     *("nan", "0", "timm:resnet18", "conv4", "x.json", "GradientDescent", "cpu"),
@@ -341,7 +341,10 @@ def png_file(chunks: Sequence[tuple[bytes, bytes]]) -> bytes:
 
 
 def change_zip(data: bytes, rng: random.Random, inner: Change = damage) -> bytes:
-    """Return a zip archive with changed members (names, contents, compression) or changed fields of its directory."""
+    """Return a zip archive with changed members (names, contents, compression) or changed fields of its directory.
+
+    `inner` changes the content of a member.
+    """
     if rng.random() < 0.4:
         return _change_directory(data, rng)
     with zipfile.ZipFile(io.BytesIO(data)) as archive:

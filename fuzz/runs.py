@@ -41,7 +41,7 @@ from metabridge.training.config import ImageTrainingConfig, TrainingConfig
 from metabridge.training.head_selection import SplitAccuracy
 from metabridge.training.trainer import Trainer
 
-RUN = ("settings.json", "weights.safetensors", "state.safetensors", "metrics.jsonl")
+RUN_FILES = ("settings.json", "weights.safetensors", "state.safetensors", "metrics.jsonl")
 SETTINGS = TrainingConfig(iterations=4, batch_size=2, validate_every=2, validate_tasks=2)
 
 
@@ -53,10 +53,11 @@ def _counting_clock() -> Iterator[None]:
 
 
 def _read_back(folder: Path) -> Files:
+    """Return the files of all runs in a folder."""
     files = [
         file
         for file in sorted(folder.rglob("*"))
-        if file.is_file() and (file.name in RUN or file.name == "adapted.safetensors")
+        if file.is_file() and (file.name in RUN_FILES or file.name == "adapted.safetensors")
     ]
     return {
         file.relative_to(folder).as_posix(): (
@@ -169,18 +170,20 @@ def _hostile_tensors(name: str) -> Callable[[Sequence[Files]], list[Hostile]]:
         content = files[name]
         assert isinstance(content, bytes)
         wrong_sizes = [(size).to_bytes(8, "little") + content[8:] for size in (0, 1, 2**30, 2**63, 2**64 - 1)]
-        header = lambda value: (lambda text: len(text).to_bytes(8, "little") + text)(json.dumps(value).encode())  # noqa: E731
+        with_header = lambda value: (lambda text: len(text).to_bytes(8, "little") + text)(json.dumps(value).encode())  # noqa: E731
         huge = {"params.head.weight": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
         others = [
             *wrong_sizes,
             b"",
-            header({}),
-            header([]),
-            header(huge),
-            header({"__metadata__": {"metabridge": "[" * mutate.NESTING_DEPTH}}),
-            header({"__metadata__": {"metabridge": "7"}}),
-            header({"__metadata__": {"metabridge": 7}}),
-            header({f"t{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(50_000)}),
+            with_header({}),
+            with_header([]),
+            with_header(huge),
+            with_header({"__metadata__": {"metabridge": "[" * mutate.NESTING_DEPTH}}),
+            with_header({"__metadata__": {"metabridge": "7"}}),
+            with_header({"__metadata__": {"metabridge": 7}}),
+            with_header(
+                {f"t{number}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for number in range(50_000)}
+            ),
         ]
         edits: list[Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]] = [
             lambda tensors: {key: value.double() for key, value in tensors.items()},
@@ -208,7 +211,7 @@ def _with_setting(files: Files, key: str, value: object) -> Files:
     return {**files, name: json.dumps(json.loads(content) | {key: value}).encode()}
 
 
-MODELS: tuple[dict[str, Any], ...] = (
+MODELS: tuple[dict[str, Any], ...] = (  # too large, with an unsafe path, or invalid
     {"model": "mlp", "inputs": 1, "outputs": 1, "width": 10**9},
     {"model": "mlp", "inputs": 1, "outputs": 1, "depth": 10**9},
     {"model": "mlp", "inputs": 10**9, "outputs": 10**9},
@@ -271,6 +274,7 @@ def change_settings(key: str | None) -> Callable[[Files, random.Random, Sequence
         assert isinstance(content, bytes)
         assert isinstance(other, bytes)
         if key is not None:
+            # The changed JSON may be invalid, so it is inserted as text.
             changed = mutate.change_json(json.dumps(json.loads(content)[key]).encode(), rng)
             marked = json.dumps(json.loads(content) | {key: "@@"}).encode().replace(b'"@@"', changed)
             return {**files, name: marked}, "any"
@@ -291,6 +295,7 @@ def _adapted(folder: Path) -> list[Files]:
             images.images[:8, 0].numpy(),
             [images.class_names[label] for label in images.labels[:8].tolist()],
         )
+        # Without a test-time head, the run classifies only two classes.
         rows = [row for row, label in enumerate(labels) if head is not None or label != "c"]
         classifier = FewShotClassifier(load(folder / "run"), head=head)
         classifier.fit(support_images[rows], [labels[row] for row in rows]).save(folder / "run")
@@ -341,17 +346,17 @@ def _logs(folder: Path) -> list[Files]:
     (folder / "run").mkdir()
     with _counting_clock():
         search_log = SearchLog(folder / "run" / "search.jsonl", LOG_SETTINGS)
-        for number, edge in itertools.product(range(2), range(2)):
-            for removal in (None, ("normal", edge, OPERATORS[edge])):
-                regions = ProxyScore(float("nan"), "it is singular") if edge else ProxyScore(3.0)
-                search_log.add_scores(number, edge, removal, CandidateScores(ProxyScore(1.5 + edge), regions))
-            search_log.add_round(number, [("reduction", len(EDGES) - 1, "skip")])
+        for round_index, repeat in itertools.product(range(2), range(2)):
+            for removal in (None, ("normal", repeat, OPERATORS[repeat])):
+                regions = ProxyScore(float("nan"), "it is singular") if repeat else ProxyScore(3.0)
+                search_log.add_scores(round_index, repeat, removal, CandidateScores(ProxyScore(1.5 + repeat), regions))
+            search_log.add_round(round_index, [("reduction", len(EDGES) - 1, "skip")])
     content = (folder / "run" / "search.jsonl").read_bytes()
     return [{"run/search.jsonl": content}, {"run/search.jsonl": content[: len(content) // 2]}]
 
 
 def _hostile_logs(inputs: Sequence[Files]) -> list[Hostile]:
-    first = json.dumps({"settings": LOG_SETTINGS})
+    settings_line = json.dumps({"settings": LOG_SETTINGS})
     lines = [
         "[" * mutate.NESTING_DEPTH,
         "7",
@@ -367,7 +372,7 @@ def _hostile_logs(inputs: Sequence[Files]) -> list[Hostile]:
     lines += ['{"round": 0, "repeat": 0, "cell": "normal", "edge": [], "operator": "skip", "condition": 1}']
     lines += ['{"round": 0, "repeat": 0, "cell": null, "condition": "x", "regions": {}, "condition_trouble": 7}']
     lines += ['{"round": 0, "repeat": 0, "cell": null, "condition": ' + "9" * 400 + "}"]
-    starts = [
+    first_lines = [
         "",
         "7",
         "[]",
@@ -378,8 +383,8 @@ def _hostile_logs(inputs: Sequence[Files]) -> list[Hostile]:
         "[" * mutate.NESTING_DEPTH,
     ]
     return [
-        *(Hostile({"run/search.jsonl": f"{first}\n{line}\n".encode()}) for line in lines),
-        *(Hostile({"run/search.jsonl": f'{start}\n{{"round": 0, "gone": []}}\n'.encode()}) for start in starts),
+        *(Hostile({"run/search.jsonl": f"{settings_line}\n{line}\n".encode()}) for line in lines),
+        *(Hostile({"run/search.jsonl": f'{line}\n{{"round": 0, "gone": []}}\n'.encode()}) for line in first_lines),
     ]
 
 

@@ -32,6 +32,17 @@ SECONDS = 10  # processor time or idle time after which a case counts as a hang
 MEMORY = 2**30  # number of bytes that a case may allocate
 SPARE = 2**28  # bytes above MEMORY that can be allocated, so that cases above the limit can be measured
 
+# The kinds of outcomes:
+# - equal: the data of a valid input were returned
+# - different: other data were returned, which is allowed unless the case expects otherwise
+# - refused: an `InputError`
+# - traceback: another exception
+# - memory: more than `MEMORY` was allocated or requested
+# - outside: a file outside the folder of the case was opened or changed, or one that is not a regular file
+# - code: a program was started, or code in the folder of the case was loaded
+# - silent: data were returned that the case does not allow
+# - hang: more than `SECONDS`
+# - crash: the process died
 Kind = Literal["equal", "different", "refused", "traceback", "memory", "outside", "code", "silent", "hang", "crash"]
 FAILURES: tuple[Kind, ...] = ("traceback", "memory", "outside", "code", "silent", "hang", "crash")
 
@@ -51,6 +62,7 @@ class Outcome:
 class Watch:
     """Records what Python code opens, writes, starts or imports, from the audit events of the interpreter."""
 
+    # Audit events (see Python's `sys.addaudithook`) that write files, list folders, or start programs and load code.
     WRITES = frozenset(
         {
             "os.remove",
@@ -149,7 +161,7 @@ class Sandbox:
             corpus = self.corpora[name] = Corpus.of(self.readers[name], self.folder)
             for entry, read in enumerate(corpus.reader.entries):
                 digests = self.valid_digests.setdefault((name, entry), set())
-                for files in corpus.inputs:
+                for files in corpus.valid_inputs:
                     lay_out(self.folder, files)
                     digests.add(digest(read(self.folder)))
         return self.corpora[name].num_fixed_cases

@@ -16,7 +16,7 @@ from metabridge.learners import OUTER_RULES, Method, method
 from metabridge.models import Network, conv4, mlp
 from metabridge.solvers import GradientDescent, Proximal, RidgeSolver, Solver, SVMSolver
 
-CLASSES, WAYS = 6, 3
+CLASSES, WAYS = 6, 3  # training classes, and classes per task
 
 # This proximal problem is solved up to rounding errors, because implicit gradients are exact only at its minimum.
 CONVERGED_PROXIMAL = Proximal(strength=2.0, steps=150, lr=0.2, cg_steps=40)
@@ -54,20 +54,20 @@ METHODS: dict[str, Method] = {
 TESTED_ELSEWHERE = {"burer-monteiro"}  # presets that need a special network
 
 
-def solver_method(kind: type[Solver], outer: str) -> Method:
+def solver_method(solver_type: type[Solver], outer: str) -> Method:
     """Return a method with this solver and this outer gradient."""
-    if kind.solves_exactly:
-        return Method("head", kind(), outer=outer, training_head="solved")
-    return Method("all" if OUTER_RULES[outer].all_layers else "head", kind(), outer=outer)
+    if solver_type.solves_exactly:
+        return Method("head", solver_type(), outer=outer, training_head="solved")
+    return Method("all" if OUTER_RULES[outer].all_layers else "head", solver_type(), outer=outer)
 
 
-# A new solver is tested with every outer gradient that it admits, even if no method above has it.
-_tested = {(type(learner.inner), learner.outer) for learner in METHODS.values()}
+# Every solver is tested with every outer gradient that it supports: add the combinations that no method above has.
+_combinations = {(type(learner.inner), learner.outer) for learner in METHODS.values()}
 METHODS |= {
-    f"{kind.__name__}, {outer}": solver_method(kind, outer)
-    for kind in Solver.registry.values()
-    for outer in kind.outer_rules
-    if (kind, outer) not in _tested
+    f"{solver_type.__name__}, {outer}": solver_method(solver_type, outer)
+    for solver_type in Solver.registry.values()
+    for outer in solver_type.outer_rules
+    if (solver_type, outer) not in _combinations
 }
 
 
@@ -83,9 +83,9 @@ def small_conv4() -> Network:
 class NetCase:
     """A network, the shape of its inputs, and settings for tests of its derivatives.
 
-    Where the input of a ReLU changes sign, the gradient of the inner loss jumps, and the adapted loss has a kink.
-    `step` is a step size of finite differences that crosses no kink, and `proximal` a proximal problem that is so
-    strong that its minimum does not lie on a kink.
+    Where the input of a ReLU changes sign, the gradient of the inner loss jumps, and the loss after adaptation has a
+    kink. `step` is a step size of finite differences that crosses no kink, and `proximal` replaces `CONVERGED_PROXIMAL`
+    by a solver whose strength is so large that the minimum of the proximal problem does not lie on a kink.
     """
 
     make: Callable[[], Network]
@@ -94,6 +94,7 @@ class NetCase:
     proximal: Proximal
 
     def method(self, name: str) -> Method:
+        """Return a method of `METHODS`, with `proximal` in place of `CONVERGED_PROXIMAL`."""
         learner = METHODS[name]
         return replace(learner, inner=self.proximal) if learner.inner is CONVERGED_PROXIMAL else learner
 
@@ -175,7 +176,7 @@ class Tokens(nn.Module):
         return self.table(x).mean(1).tanh()
 
 
-class MovingBuffers(nn.Module):
+class ChangingBuffers(nn.Module):
     """A layer with a running mean that is changed in place, and a counter of calls that is replaced."""
 
     mean: Tensor
@@ -230,8 +231,9 @@ def transformer() -> nn.Module:
     return nn.Sequential(layer, nn.Flatten())
 
 
-# Networks with properties that engines must handle: a function that makes their features, and the shape of an input.
-ODD_FEATURES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+# Networks with unusual properties that engines must handle: a function that makes their features, and the shape of an
+# input.
+UNUSUAL_FEATURES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "sum of parameters": (SumOfParameters, (4,)),
     "tied weights": (Tied, (4,)),
     "a layer under two names": (TwoNames, (4,)),
@@ -243,14 +245,14 @@ ODD_FEATURES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "embedding": (Tokens, (3,)),
     "parametrized layer": (symmetric_layer, (4,)),
     "weight norm": (normed_layer, (4,)),
-    "buffers that move": (MovingBuffers, (4,)),
+    "buffers that change": (ChangingBuffers, (4,)),
     "parameter in a closure": (Adapter, (4,)),
 }
 
 
-def odd_net(name: str, seed: int = 0) -> Network:
-    """Return a network of `ODD_FEATURES` in float64 and in training mode."""
-    make, shape = ODD_FEATURES[name]
+def unusual_net(name: str, seed: int = 0) -> Network:
+    """Return a network with features from `UNUSUAL_FEATURES`, in float64 and in training mode."""
+    make, shape = UNUSUAL_FEATURES[name]
     with torch.random.fork_rng([]):
         torch.manual_seed(seed)
         features = make().double()
@@ -260,8 +262,9 @@ def odd_net(name: str, seed: int = 0) -> Network:
         return Network(features, nn.Linear(width, WAYS).double()).train()
 
 
-def odd_episodes(name: str, tasks: int = 3) -> Episodes:
-    episodes = clusters(ODD_FEATURES[name][1], tasks=tasks)
+def unusual_episodes(name: str, tasks: int = 3) -> Episodes:
+    """Return tasks for the network `unusual_net(name)`."""
+    episodes = clusters(UNUSUAL_FEATURES[name][1], tasks=tasks)
     if name == "embedding":
         return episodes.map_inputs(lambda x: (100 * x).long().abs().clamp(max=999))
     return episodes
@@ -291,7 +294,10 @@ def flattened(params: dict[str, Tensor]) -> Tensor:
 
 
 def numbered_images(classes: int, per_class: int) -> LabeledImages:
-    """Return images of two pixels, which contain the class of the image and its index within the class."""
+    """Return images of two pixels, which contain the class of the image and its index within the class.
+
+    `classes` must be 100: 64 for training, 16 for validation and 20 for test, as in mini-ImageNet.
+    """
     labels = torch.arange(classes).repeat_interleave(per_class)
     indices = torch.arange(per_class).repeat(classes)
     return LabeledImages(

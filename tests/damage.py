@@ -25,7 +25,7 @@ def damaged_json(data: Any, rng: random.Random) -> bytes:
             content[rng.randrange(len(content))] = rng.randrange(256)
         return bytes(content)
     data = copy.deepcopy(data)
-    *path, last = rng.choice(value_paths(data)[1:])
+    *path, last = rng.choice(value_paths(data)[1:])  # any value but the whole tree
     parent = data
     for key in path:
         parent = parent[key]

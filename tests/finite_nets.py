@@ -117,7 +117,11 @@ STRATEGIES = ("gradients", "products")
 
 
 def explicit_kernel(net: nn.Module, x: Tensor, z: Tensor, outputs: str, keep: Callable[[str], bool]) -> Tensor:
-    """Return the NTK of the parameters whose names `keep` accepts, from the full Jacobian of each input."""
+    """Return the NTK between inputs x and z of the parameters whose names `keep` accepts, from the full Jacobians.
+
+    `outputs` is "full" for the kernel of every pair of outputs, "mean" for the mean over the pairs of an output with
+    itself, and "sum" for the sum over all pairs.
+    """
     params = {name: value.detach() for name, value in net.named_parameters() if keep(name)}
 
     def jacobian(batch: Tensor) -> Tensor:

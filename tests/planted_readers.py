@@ -20,6 +20,7 @@ GOOD = {"file": b"good"}
 
 
 def sound(folder: Path) -> object:
+    """Read a file without any fault."""
     content = (folder / "file").read_bytes()
     if content != b"good":
         raise InputError("file is not good.")
@@ -112,10 +113,12 @@ def change(files: Files, rng: random.Random, all_files: Sequence[Files]) -> tupl
 
 
 def planted(read: Callable[[Path], object]) -> Reader:
+    """Return the harness's description of a reader: its good file, random changes of it, and one hostile file."""
     bad = Hostile({"file": b"bad"}, "same")
     return Reader(read.__name__, (read,), lambda folder: [GOOD], change, lambda inputs: [bad])
 
 
+# the kind of failure that the harness must report for each reader
 FAULTS = {
     traceback: "traceback",
     hang: "hang",

@@ -47,6 +47,7 @@ def colors() -> LabeledImages:
     )
 
 
+# options of `fit` for training on sinusoids and on color images
 SINUSOIDS = {
     "iterations": 13,
     "validate_every": 4,
@@ -61,21 +62,21 @@ COLOR_IMAGES["augment"] = Augment(padding=2, growth=(16, 0.4))
 
 def on_sinusoids(out: Path | None, on_sample=lambda count: None, **options) -> Run:
     """Train a small MLP with MAML on sinusoids."""
-    net, chosen = mlp(1, 1, width=8), method("maml", steps=1, lr=0.02)
+    net, learner = mlp(1, 1, width=8), method("maml", steps=1, lr=0.02)
     return fit(
-        net, chosen, CountingEnvironment(Sinusoid(), on_sample), validate=Sinusoid(), out=out, **SINUSOIDS | options
+        net, learner, CountingEnvironment(Sinusoid(), on_sample), validate=Sinusoid(), out=out, **SINUSOIDS | options
     )
 
 
 def on_colors(name: str, out: Path | None, on_sample=lambda count: None, **options) -> Run:
     """Train a ResNet-12 with DropBlock and running statistics on augmented color images."""
-    data, chosen = colors(), method(name)
+    data, learner = colors(), method(name)
     net = resnet12(3, 18, 3, widths=(8, 8, 16, 16), drop_rate=0.3, dropout=0.2)
     train = data.batches("train", size=24) if name == "rfs" else data.tasks("train", ways=3, shots=2, queries=2)
     validate = data.tasks("validation", ways=3, shots=1, queries=5)
     return fit(
         net,
-        chosen,
+        learner,
         CountingEnvironment(train, on_sample),
         validate=validate,
         out=out,

@@ -29,6 +29,7 @@ def two_operators_per_edge() -> ActiveOperators:
 
 
 def on_first_edge(operator: str) -> tuple[str, int, str]:
+    """Return the operator with its place, the first edge of the normal cell, as searches record it."""
     return ("normal", 0, operator)
 
 
@@ -39,7 +40,10 @@ def small_images(images: LabeledImages) -> LabeledImages:
 
 
 def small_settings() -> Settings:
-    """Return settings with searches of 19 networks, and training runs of one step (recipe "longer": ten steps)."""
+    """Return settings with training runs of one step (recipe "longer": ten steps) and with small searches.
+
+    A search evaluates 19 networks: the whole network, and one without each of its 18 edges.
+    """
     quick = nas_searches.SETTINGS["quick"]
     config = replace(quick.config, iterations=1, validate_every=1, validate_tasks=2, batch_size=8)
     config = replace(config, model_options={**config.model_options, "widths": [4, 4, 8, 8]})

@@ -1,4 +1,4 @@
-"""The derivatives of `torch.autograd` and of `torch.func` agree at every depth."""
+"""The derivatives of `torch.autograd` and of `torch.func` agree, also if they are nested."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def test_nested_gradient_equals_torch_func_and_finite_differences():
         for i in range(2):
             shifted = {n: v.clone() for n, v in POINT.items()}
             shifted[name][i] += step
-            up = outer(shifted)
+            value_above = outer(shifted)
             shifted[name][i] -= 2 * step
-            assert float(gradient[name][i]) == pytest.approx(float(up - outer(shifted)) / (2 * step), rel=1e-7)
+            assert float(gradient[name][i]) == pytest.approx(float(value_above - outer(shifted)) / (2 * step), rel=1e-7)
     assert float(value) == pytest.approx(float(outer(POINT)))
     assert not value.requires_grad
 

@@ -44,7 +44,7 @@ def test_the_help_shows_what_to_type_for_a_value(metabridge):
     assert "--kernel maml|anil|ntk Kernel to compute. Can be repeated. Default: all." in help_texts["score"]
 
 
-def test_a_name_passed_as_key_and_value_is_not_replaced_by_an_option(metabridge):
+def test_an_error_about_a_key_of_option_does_not_name_the_flag_of_the_same_name(metabridge):
     options = ("--method", "maml", "--device", "cpu")
     assert metabridge("train", *options, "--lr", -1)[2].startswith("metabridge train: --lr is -1.0, but")
     for pair in (("--option", "lr=-1"), ("--option=lr=-1",), ("-olr=-1",)):
@@ -96,6 +96,7 @@ def test_without_a_command_the_help_is_shown(metabridge):
 def test_methods_lists_all_methods(metabridge):
     status, printed, _ = metabridge("methods")
     assert status == 0
+    # the first word of each row of the table, after the border
     first_words = {line.split()[1] for line in printed.splitlines() if len(line.split()) > 2}
     assert set(PRESETS) <= first_words
     assert "gradient descent: steps 5, lr 0.01" in printed

@@ -18,7 +18,7 @@ def test_a_solved_system_does_not_change_while_others_are_iterated():
 
 
 def test_residuals_below_the_absolute_tolerance_are_ignored():
-    """The rest of the target is a rounding error. Divided by a curvature close to zero it would be huge."""
+    """The second entry of the target is a rounding error. Divided by a curvature close to zero, it would be huge."""
     diagonal = torch.tensor([[2.0, 1e-30]])
     target = torch.tensor([[1.0, 1e-9]])
     v, solved = conjugate_gradients(

@@ -29,7 +29,7 @@ def test_without_split_both_sets_contain_all_examples():
     assert joint.without_split() is joint
 
 
-def test_map_targets_keeps_the_inputs_and_is_split():
+def test_map_targets_changes_neither_the_inputs_nor_whether_the_sets_are_split():
     episodes = clusters((2,))
     for tasks in (episodes, episodes.without_split()):
         mapped = tasks.map_targets(lambda y: y + 1)

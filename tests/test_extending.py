@@ -170,7 +170,7 @@ def test_every_experiment_is_tested(name):
 
 
 @pytest.mark.parametrize("mode", get_args(Mode))
-def test_every_engine_is_tested(mode):
+def test_every_mode_of_the_engine_is_tested(mode):
     assert is_used(mode, "learners/test_engine.py")
 
 

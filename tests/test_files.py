@@ -371,8 +371,8 @@ def test_a_pipe_is_not_opened_for_reading(tmp_path, monkeypatch):
 
 @POSIX
 def test_a_pipe_that_replaces_a_file_before_opening_does_not_block(tmp_path, monkeypatch):
-    regular, file = os.stat(__file__), tmp_path / "settings.json"
+    regular_status, file = os.stat(__file__), tmp_path / "settings.json"
     os.mkfifo(file)
-    monkeypatch.setattr(os, "stat", lambda *_, **__: regular)
+    monkeypatch.setattr(os, "stat", lambda *_, **__: regular_status)
     with pytest.raises(OSError, match="Not a regular file"):
         files.read_regular_file(file)

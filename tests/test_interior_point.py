@@ -16,12 +16,12 @@ def random_normal(*shape: int, seed: int = 0) -> Tensor:
 
 
 def program(seed: int, b: int = 2, n: int = 5, m: int = 2) -> tuple[Tensor, ...]:
-    """Return a feasible program with two-sided, one-sided and absent bounds."""
+    """Return Q, e, A, r, lo and hi of a feasible program with two-sided, one-sided and absent bounds."""
     root = random_normal(b, n, n, seed=seed)
     A, feasible_point = random_normal(b, m, n, seed=seed + 1), random_normal(b, n, seed=seed + 2)
-    kind = torch.arange(b * n).reshape(b, n) % 4
-    lo = torch.where(kind < 2, feasible_point - 0.3, -torch.inf)
-    hi = torch.where(kind % 2 == 0, feasible_point + 0.5, torch.inf)
+    bound_kind = torch.arange(b * n).reshape(b, n) % 4
+    lo = torch.where(bound_kind < 2, feasible_point - 0.3, -torch.inf)
+    hi = torch.where(bound_kind % 2 == 0, feasible_point + 0.5, torch.inf)
     return root @ root.mT, random_normal(b, n, seed=seed + 3), A, (A @ feasible_point[..., None])[..., 0].sum(0), lo, hi
 
 

@@ -20,7 +20,7 @@ def test_a_single_value_has_no_interval():
     assert math.isnan(half_width(torch.tensor([1.0])))
 
 
-def test_means_over_runs_have_the_same_interval():
+def test_mean_interval_returns_the_half_width():
     values = [1.0, 2.0, 4.0]
     assert mean_interval(values)[1] == half_width(torch.tensor(values))
 
@@ -46,7 +46,7 @@ def test_rank_correlations_depend_only_on_the_order(coefficient):
     assert correlate([1.0] * 20, resamples=5)[0] == 0
 
 
-def test_the_interval_of_a_rank_correlation_covers_95_percent():
+def test_the_interval_of_a_rank_correlation_is_as_wide_as_for_independent_values():
     y = torch.rand(20, generator=torch.Generator().manual_seed(0)).tolist()
     _, low, high = rank_correlation("Spearman", [float(x) for x in range(20)], y, resamples=500, seed=0)
     assert 0.7 < high - low < 1.2  # about 2 · 1.96/√19 if x and y are independent

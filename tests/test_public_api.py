@@ -206,13 +206,13 @@ def test_the_top_level_has_at_most_28_names():
 
 def test_no_two_public_objects_have_the_same_name():
     seen: dict[str, Any] = {}
-    in_each_package = {"load"}  # runs in metabridge, images in metabridge.datasets
+    allowed_duplicates = {"load"}  # metabridge.load loads runs, metabridge.datasets.load loads images
     for package in PACKAGES:
         module = importlib.import_module(package)
         assert len(public_names(module)) == len(set(public_names(module))), package
         for name in public_names(module):
             value = getattr(module, name)
-            if (inspect.isclass(value) or inspect.isfunction(value)) and name not in in_each_package:
+            if (inspect.isclass(value) or inspect.isfunction(value)) and name not in allowed_duplicates:
                 assert seen.setdefault(name, value) is value, f"{package}.{name} is not the {name} of another package"
 
 
@@ -270,6 +270,7 @@ def test_the_representation_names_the_method_and_the_network(displayed_objects):
     assert repr(displayed_objects["linear head"]) == "LinearHead(weight: float32 of shape (1, 5, 16), normalize=True)"
 
 
+# a part of the HTML table of each object
 TABLES = {
     "image batches": "<td>64</td><td>709</td>",
     "score": "<th>squared error</th><th>tasks</th></tr><tr><td>",

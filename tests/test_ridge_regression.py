@@ -33,16 +33,16 @@ def test_ridge_weight_and_its_derivative_replay_from_a_cuda_graph(n, d):
     generator = torch.Generator().manual_seed(0)
     x, other, y = (torch.randn(8, n, size, generator=generator).cuda() for size in (d, d, 3))
     penalty, leaf = torch.tensor(0.7, device="cuda"), x.clone().requires_grad_()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    side_stream = torch.cuda.Stream()
+    side_stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side_stream):
         torch.autograd.grad(ridge_weight(leaf, y, penalty).square().sum(), leaf)
-    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.current_stream().wait_stream(side_stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         (gradient,) = torch.autograd.grad(ridge_weight(leaf, y, penalty).square().sum(), leaf)
     leaf.data.copy_(other)
     graph.replay()
-    fresh = other.clone().requires_grad_()
-    (expected,) = torch.autograd.grad(ridge_weight(fresh, y, penalty).square().sum(), fresh)
+    new_leaf = other.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(ridge_weight(new_leaf, y, penalty).square().sum(), new_leaf)
     torch.testing.assert_close(gradient, expected)

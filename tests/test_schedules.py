@@ -45,6 +45,7 @@ def test_factors_equal_those_of_pytorchs_schedulers(ours, theirs):
 
 
 def make_trainer(schedule: Schedule, **options) -> Trainer:
+    """Return a trainer with the learning rate 1e-6, which validates if there are options."""
     settings = TrainingConfig(iterations=ITERATIONS, schedule=schedule, lr=1e-6, validate_tasks=2, **options)
     validate = Sinusoid() if options else None
     return Trainer(
@@ -93,11 +94,11 @@ def test_a_plateau_drops_the_rate_when_pytorchs_does(patience, drop, seed):
     rng = random.Random(seed)
     scores = [rng.random() * index**0.3 for index in range(60)]
     improved = [score > max(scores[:index], default=-1) for index, score in enumerate(scores)]
-    steps = optimizer()
-    theirs = ReduceLROnPlateau(steps, mode="max", factor=drop, patience=patience, threshold=0, eps=0)
+    sgd = optimizer()
+    theirs = ReduceLROnPlateau(sgd, mode="max", factor=drop, patience=patience, threshold=0, eps=0)
     for count, score in enumerate(scores, start=1):
         theirs.step(score)
-        rate = steps.param_groups[0]["lr"]
+        rate = sgd.param_groups[0]["lr"]
         assert Plateau(drop, patience).factor(0.5, improved[:count]) == pytest.approx(rate, rel=1e-9)
     assert rate < 1  # there was at least one plateau
 

@@ -13,7 +13,7 @@ _REGISTERED_NAME = re.compile(r'^    name: ClassVar\[str\] = "([\w-]+)"$', re.MU
 
 @cache
 def builder_modules() -> dict[str, str]:
-    """Return the builders of networks: a dictionary from the name of each builder to the name of its module.
+    """Return a dictionary from the name of each function that builds a network to the name of its module.
 
     >>> builder_modules()["conv4"]
     'metabridge.models.conv4'
@@ -22,13 +22,13 @@ def builder_modules() -> dict[str, str]:
 
 
 def model_names() -> list[str]:
-    """Return the values that `--model` accepts. The builder `cell_network` is chosen by the path of an architecture.
+    """Return the values that `--model` accepts. The path of an architecture file selects the builder `cell_network`.
 
     >>> model_names()
-    ['conv4', 'mlp', 'resnet12', 'timm:NAME', 'wide', 'the path of an architecture.json']
+    ['conv4', 'mlp', 'resnet12', 'timm:NAME', 'wide', 'the path of an architecture.json from metabridge search']
     """
     names = ["timm:NAME" if name == "timm" else name for name in builder_modules() if name != "cell_network"]
-    return [*names, "the path of an architecture.json"]
+    return [*names, "the path of an architecture.json from metabridge search"]
 
 
 def head_names() -> list[str]:

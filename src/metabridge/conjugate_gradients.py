@@ -24,14 +24,14 @@ def conjugate_gradients(
 
     The squared residual of x is ⟨r, M⁻¹r⟩ with r = target − Ax and the preconditioner M. A system is solved when its
     squared residual is at most `squared_rtol` times that of x = 0, or at most `squared_atol`. Residuals that small
-    count as rounding errors, which further steps along directions of almost no curvature would amplify. A solved system
-    does not change while others are iterated.
+    count as rounding errors, which further steps along directions of almost no curvature would amplify. The solution of
+    a solved system stays the same while the unsolved systems take further steps.
 
     Args:
         matvec: Returns Av for the positive definite matrices A.
-        target: The right-hand sides.
+        target: The right-hand sides of all systems, in one tensor.
         precondition: Returns M⁻¹v, an approximation of A⁻¹v.
-        dim: The dimensions of `target` that belong to one system.
+        dim: The dimensions of `target` that index the entries of one system. The other dimensions index the systems.
         squared_rtol: Tolerance of the squared residual, relative to that of x = 0.
         squared_atol: Absolute tolerance of the squared residual.
         max_steps: Maximum number of steps.
@@ -92,7 +92,10 @@ def _iterate(
     squared_atol: Tensor | float,
     max_steps: int,
 ) -> tuple[list[Tensor], Tensor]:
-    """Return the solutions, and for each system whether it is solved. If `squared_rtol` is None, take all steps."""
+    """Return the solutions, and for each system whether it is solved. If `squared_rtol` is None, take all steps.
+
+    A vector is a list of tensors. `dot` returns the inner product of two vectors, separately for each system.
+    """
     solution, residual = [torch.zeros_like(tensor) for tensor in target], target
     direction = preconditioned = precondition(residual)
     squared_residual = dot(residual, preconditioned)

@@ -89,7 +89,7 @@ class Episodes:
             dtype: Dtype of the floating-point tensors (default: unchanged).
 
         Returns:
-            The episodes.
+            The converted episodes.
         """
         return self.map(lambda t: t.to(device=device, dtype=dtype if t.is_floating_point() else None))
 
@@ -120,7 +120,7 @@ class Episodes:
             x: Inputs of all examples, (tasks, examples, ...).
             y: Targets of all examples.
             shots: Number of examples per support set. The first examples of each task are its support set.
-            classes: See `Episodes`.
+            classes: The rows of the shared head that compute each task's outputs; see `Episodes`.
 
         Returns:
             The episodes.
@@ -138,7 +138,7 @@ class Episodes:
             parts: Batches whose tensors differ in shape only in the number of tasks.
 
         Returns:
-            The batch.
+            One batch that contains the tasks of all parts.
         """
         if len(parts) == 1:
             return parts[0]

@@ -42,7 +42,7 @@ class QPSolution(NamedTuple):
 
 
 class KKTFactors(NamedTuple):
-    """Factors of the KKT matrix [[H, −Aᵀ], [A, 0]] with H = blockdiag(H_k) and A = [A_1, A_2, …].
+    """Factors of the Karush–Kuhn–Tucker (KKT) matrix [[H, −Aᵀ], [A, 0]] with H = blockdiag(H_k) and A = [A_1, A_2, …].
 
     H_k = L_k L_kᵀ, V_k = L_k⁻¹A_kᵀ, and Σ_k V_kᵀV_k = SSᵀ.
     """
@@ -81,10 +81,12 @@ def solve_qp(
     """Minimize Σ_k ½ α_kᵀ Q_k α_k − ⟨e, α⟩ subject to Σ_k A_k α_k = r and lo ≤ α ≤ hi, in float64.
 
     α consists of b blocks α_k of n variables, and there are m equalities. The method is Mehrotra's
-    predictor-corrector. The reduced system is block diagonal, Q_k + diag(multiplier / slack), so b matrices of n×n and
-    one of m×m are factored. Without a `tolerance`, the number of iterations is fixed and no control flow depends on the
-    values of tensors, so the function can be mapped by `torch.func.vmap` and captured in a CUDA graph. Scale the
-    problem so that α is of order 1.
+    predictor-corrector. Eliminating the slacks and the multipliers of the bounds from the linear system of an iteration
+    leaves the diagonal blocks Q_k + diag(multiplier / slack), so b matrices of n×n and one of m×m are factored.
+
+    Without a `tolerance`, the number of iterations is fixed and no control flow depends on the values of tensors, so
+    the function can be mapped by `torch.func.vmap` and captured in a CUDA graph. Scale the problem so that α is of
+    order 1.
 
     Args:
         Q: Positive semi-definite matrices, (..., b, n, n), or (..., 1, n, n) shared by the blocks.

@@ -53,9 +53,9 @@ def mean_interval(values: Sequence[float]) -> tuple[float, float]:
 def percentile_tail(samples: int) -> float:
     """Return the tail probability at each end of a 95 % bootstrap interval: 2.5 % for many samples, less for few.
 
-    A bootstrap distribution is narrower than the sampling distribution by the factor √((n − 1)/n), and ignores that the
-    variance is estimated. The expanded percentile interval (Hesterberg 2015, *What teachers should know about the
-    bootstrap*) corrects both. For a mean, it is approximately Student's interval.
+    A bootstrap distribution of n = `samples` values is narrower than the sampling distribution by the factor
+    √((n − 1)/n), and ignores that the variance is estimated. The expanded percentile interval (Hesterberg 2015, *What
+    teachers should know about the bootstrap*) corrects both. For a mean, it is approximately Student's interval.
 
     >>> round(percentile_tail(10), 4), round(percentile_tail(10**6), 4)
     (0.0086, 0.025)

@@ -47,7 +47,7 @@ def ridge_dual(gram: Tensor, targets: Tensor, penalty: Tensor) -> tuple[Tensor, 
     target_mean = targets.mean(-2, keepdim=True)
     centered = gram - (column_mean.mT + (column_mean - column_mean.mean(-1, keepdim=True)))
     solution = _solve(centered, targets - target_mean, penalty)
-    # Remove the rounding errors of the sums, which a small penalty amplifies.
+    # The columns of the solution sum to 0 except for rounding errors, which a small penalty amplifies: remove them.
     solution = solution - solution.mean(-2, keepdim=True)
     return solution.mT, (target_mean - column_mean @ solution)[..., 0, :]
 

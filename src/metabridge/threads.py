@@ -115,7 +115,7 @@ def thread_pool(threads: int) -> ThreadPoolExecutor:
             def initialize_worker() -> None:
                 torch.get_num_threads()  # the first call copies the default to this thread; later defaults are ignored
                 torch.set_num_threads(1)
-                with torch.enable_grad():
+                with torch.enable_grad():  # a graph older than any other of this thread, for `release_failed_backward`
                     _THREAD_STATE.leaf = torch.ones((), requires_grad=True)
                     _THREAD_STATE.oldest_output = _THREAD_STATE.leaf.clone()
                 all_started.wait()

@@ -235,7 +235,7 @@ def test_an_archive_with_a_negative_member_size_is_rejected(tmp_path):
     root = write_archive(tmp_path, (tarfile.TarInfo("cifar-100-python/train"), b""))
     raw = bytearray(gzip.decompress((root / "cifar-100-python.tar.gz").read_bytes()))
     raw[124:136] = b"\xff" * 10 + b"\xfe\x00"  # the size, -512
-    raw[148:156] = b" " * 8
+    raw[148:156] = b" " * 8  # the checksum of the header, computed with spaces in its place
     raw[148:156] = b"%06o\0 " % sum(raw[:512])
     (root / "cifar-100-python.tar.gz").write_bytes(gzip.compress(bytes(raw)))
     with pytest.raises(InputError, match=r"cifar-100-python/train declares -512 bytes\)\. Download the file again"):

@@ -83,6 +83,7 @@ def test_no_two_classes_have_the_same_shape(glyphs):
 def test_no_character_is_the_replacement_box_of_a_missing_glyph(glyphs):
     folder = Path(matplotlib.get_data_path(), "fonts", "ttf")
     fonts = [ImageFont.truetype(folder / f"{face}.ttf", 96) for face in module.REGULAR + module.BOLD]
+    # No font has this character, so each draws its replacement box.
     boxes = {module._draw_shape(font, 0x10FFFF).tobytes() for font in fonts}
     assert len(boxes) > 1
     glyph_codes = set(codes(glyphs))

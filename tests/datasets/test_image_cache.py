@@ -478,7 +478,7 @@ def test_pipes_among_the_files_or_in_the_cache_do_not_block(folder, tmp_path):
     assert len(load_or_decode("toy", "key", OPTIONS, valid_source).images) == 6
 
 
-@pytest.mark.parametrize("num_conflicts", [1, 3])
+@pytest.mark.parametrize("num_conflicts", [1, image_cache.MAX_WRITES])
 def test_entries_written_by_two_processes_at_once_are_not_mixed(folder, monkeypatch, num_conflicts):
     """Simulate another process that replaces the pixel file by a shorter one, which does not match the index."""
     replace, truncated_files = os.replace, []
@@ -490,7 +490,7 @@ def test_entries_written_by_two_processes_at_once_are_not_mixed(folder, monkeypa
             target.write_bytes(target.read_bytes()[:-1])
 
     monkeypatch.setattr(os, "replace", replace_and_truncate)
-    if num_conflicts < 3:
+    if num_conflicts < image_cache.MAX_WRITES:
         assert load_or_decode("toy", "key", OPTIONS, valid_source).labels.tolist() == 3 * [0] + 3 * [1]
     else:
         with pytest.raises(

@@ -234,7 +234,7 @@ def bmp_with_one_skip(width: int, height: int) -> bytes:
 
 
 def jpeg_with_scans(size: int, scans: int) -> bytes:
-    """Return a progressive JPEG file with added empty scans of ten bytes."""
+    """Return a progressive JPEG file, which has six scans, with `scans` more that are empty (ten bytes)."""
     content = encoded(np.zeros((size, size), dtype=np.uint8), "jpeg", progressive=True)
     last_scan = content.rindex(b"\xff\xda")
     return content[:-2] + content[last_scan : last_scan + 10] * scans + content[-2:]
@@ -276,7 +276,7 @@ def test_threads_limit_the_pixels_in_conversion(monkeypatch):
     monkeypatch.setattr(module, "decoding_threads", lambda: 8)
     contents = [flat(value, size=size, channels=1) for value in range(60) for size in (6, 8)]
     assert len(list(map_images(source_of(contents), lambda c: module.to_8_bit(open_image(c), 1), "Decoding"))) == 120
-    assert 64 < max(pixels_in_use) <= 200
+    assert 64 < max(pixels_in_use) <= 200  # several images at once, as an image has 36 or 64 pixels
     assert module._pixels_in_use == [0]
 
 
@@ -304,8 +304,8 @@ def test_system_errors_are_temporary_and_damaged_files_are_not(error, temporary)
     assert decode_one(reader_that_raises(error)).temporary is temporary
 
 
-def test_large_images_are_read(monkeypatch):
-    monkeypatch.setattr(module, "MAX_PIXELS", 70)
+def test_images_of_which_the_limit_admits_one_at_a_time_are_all_decoded(monkeypatch):
+    monkeypatch.setattr(module, "MAX_PIXELS", 70)  # an image has 64 pixels
     contents = [encoded(flat(value, channels=1)) for value in range(60)]
     results = map_images(source_of(contents), lambda c: decode(c, DecodeOptions(8, 1)), "Decoding")
     assert [int(image.max()) for _, image in results] == list(range(60))

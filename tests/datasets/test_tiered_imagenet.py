@@ -22,7 +22,7 @@ def write_pickles(root: Path, image_type: str = "array") -> None:
     for start, split_name in [(0, "train"), (10, "val"), (20, "test")]:
         files = [encoded(flat(start + row)) for row in range(4)]
         images = [np.frombuffer(file, np.uint8)[:, None].copy() if image_type == "array" else file for file in files]
-        letter = split_name[0]
+        letter = split_name[0]  # train and test have the same letter, so their different classes have equal names
         labels = {
             "label_specific": np.array([0, 1, 0, 1]),
             "label_general": np.array([0, 0, 0, 0]),

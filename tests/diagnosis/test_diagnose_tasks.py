@@ -85,7 +85,8 @@ def test_the_parameters_of_a_known_landscape_are_estimated(diagnosis):
     assert diagnosis.m == 100
 
 
-def test_the_predicted_ratio_is_that_of_corollary_1(diagnosis):
+def test_the_predicted_ratio_is_that_of_the_closed_form(diagnosis):
+    """The closed form is corollary 1 of Collins et al. (2022)."""
     assert diagnosis.ratio.value == pytest.approx(hard_easy_risks(HARD_EASY, 0.9, 100).ratio, rel=0.1)
     assert diagnosis.ratio.low < diagnosis.ratio.value < diagnosis.ratio.high
     assert diagnosis.nal / diagnosis.maml == pytest.approx(diagnosis.ratio.value)
@@ -140,9 +141,9 @@ def test_noise_of_few_examples_does_not_increase_the_dispersion(shots):
     moments, is_hard = moments_of(hard_easy, 2000, shots)
     estimate = LandscapeEstimate(moments, is_hard, shots)
     landscape = estimate.landscape(0.5)
-    naive = estimate.solutions[is_hard].mean(1).T.cov().diagonal().mean()
-    assert naive > 0.1
-    assert landscape.groups[0].spread < 0.2 * naive
+    variance_with_noise = estimate.solutions[is_hard].mean(1).T.cov().diagonal().mean()
+    assert variance_with_noise > 0.1
+    assert landscape.groups[0].spread < 0.2 * variance_with_noise
     assert estimate.distance(landscape, 0.5) == pytest.approx(1.0, abs=0.15)
 
 
@@ -150,15 +151,16 @@ def test_noise_of_few_examples_does_not_increase_the_dispersion(shots):
 def test_intervals_contain_the_ratio_with_their_nominal_probability(task_count, max_median_width, monkeypatch):
     monkeypatch.setattr(estimates, "BOOTSTRAP_SAMPLES", 60)
     hard_easy = replace(HARD_EASY, rho_hard=0.6, R=2.0, dimension=3)
-    exact, covered, widths = hard_easy_risks(hard_easy, 0.9, 60).ratio, 0, []
+    exact, covered_count, widths = hard_easy_risks(hard_easy, 0.9, 60).ratio, 0, []
     for seed in range(30):
+        # three times as many tasks as needed, so that each group surely has half of the needed ones
         moments, is_hard = moments_of(hard_easy, 3 * task_count, 60, seed)
         subset = torch.cat([group.nonzero().flatten()[: task_count // 2] for group in (is_hard, ~is_hard)])
         estimate = LandscapeEstimate(moments.select(subset), is_hard[subset], 60, 0.5)
         ratio = estimate.predict(0.9, torch.Generator().manual_seed(seed)).ratio
-        covered += ratio.low <= exact <= ratio.high
+        covered_count += ratio.low <= exact <= ratio.high
         widths.append((ratio.high - ratio.low) / ratio.value)
-    assert covered >= stats.binom.interval(0.999, 30, 0.95)[0]
+    assert covered_count >= stats.binom.interval(0.999, 30, 0.95)[0]  # 30 intervals of 95 %
     assert sorted(widths)[15] < max_median_width  # and the intervals are not too wide
 
 
@@ -204,13 +206,13 @@ def test_the_same_seed_gives_the_same_diagnosis(diagnosis):
     assert diagnose(linear_tasks(HARD_EASY), alpha=0.9, tasks=400, seed=1) != diagnosis
 
 
-def test_symmetric_products_have_the_norm_of_the_matrix():
+def test_symmetric_products_have_the_norm_of_the_symmetric_matrix():
     a, b = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0)).double()
     symmetric = (a[..., None] * b[..., None, :] + b[..., None] * a[..., None, :]) / 2
     torch.testing.assert_close(symmetric_products(a, b).square().sum(-1), symmetric.square().sum((-2, -1)))
 
 
-def test_the_order_of_the_classes_has_no_influence():
+def test_the_numbering_of_the_classes_does_not_change_the_moments_of_pairs():
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(3, 40, 4, generator=generator).double()
     labels = torch.arange(5).repeat(3, 8)
@@ -286,7 +288,7 @@ def test_kernel_predictions_are_compared_with_regression_on_the_support_set(monk
     assert predictions[1].gain > predictions[1].gain_ci95
 
 
-def test_the_report_contains_its_figures_and_the_json_all_numbers(diagnosis, tmp_path):
+def test_the_html_report_contains_its_figures_and_the_json_file_the_numbers(diagnosis, tmp_path):
     html = diagnosis_page.write(diagnosis, tmp_path).read_text()
     sources = re.findall(r'(?:src|srcset|href)="([^"]*)"', html)
     assert len(sources) == 2 * 3
@@ -393,17 +395,17 @@ def make_advice(prediction: Prediction, *kernels: KernelPrediction, problems: tu
 
 @pytest.mark.parametrize(("ratios", "adapts"), [([*4 * [1.1], 9.0], False), ([1.1, *4 * [MIN_RATIO]], True)])
 def test_the_advice_is_that_of_most_bootstrap_samples(ratios, adapts):
-    diagnosis = make_advice(make_prediction(2.0, ratios))
-    assert (diagnosis.adapts, diagnosis.method) == (adapts, "anil" if adapts else "nal")
-    assert diagnosis.confidence == pytest.approx(0.8)
+    recommendation = make_advice(make_prediction(2.0, ratios))
+    assert (recommendation.adapts, recommendation.method) == (adapts, "anil" if adapts else "nal")
+    assert recommendation.confidence == pytest.approx(0.8)
 
 
-@pytest.mark.parametrize("adapting", [4, 5, 6])
-def test_nothing_is_recommended_if_bootstrap_samples_disagree(adapting):
-    diagnosis = make_advice(make_prediction(2.0, [1.1] * (9 - adapting) + [9.0] * adapting))
-    assert (diagnosis.adapts, diagnosis.method) == (None, None)
-    assert diagnosis.confidence == pytest.approx(max(adapting, 9 - adapting) / 9)
-    assert re.match(r"Undecided: (44|56|67) % of bootstrap samples favor.*sample more", diagnosis.headline)
+@pytest.mark.parametrize("adapting_samples", [4, 5, 6])
+def test_nothing_is_recommended_if_bootstrap_samples_disagree(adapting_samples):
+    recommendation = make_advice(make_prediction(2.0, [1.1] * (9 - adapting_samples) + [9.0] * adapting_samples))
+    assert (recommendation.adapts, recommendation.method) == (None, None)
+    assert recommendation.confidence == pytest.approx(max(adapting_samples, 9 - adapting_samples) / 9)
+    assert re.match(r"Undecided: (44|56|67) % of bootstrap samples favor.*sample more", recommendation.headline)
 
 
 def test_a_ratio_without_upper_bound_is_a_reason_or_a_problem():
@@ -420,19 +422,19 @@ def test_a_ratio_without_upper_bound_is_a_reason_or_a_problem():
 
 
 def test_a_negligible_gain_is_not_worth_adaptation():
-    diagnosis = make_advice(make_prediction(9.0, [9.0], gain=0.0004))
-    assert (diagnosis.adapts, diagnosis.method) == (False, "nal")
-    assert any("negligible" in reason for reason in diagnosis.reasons)
+    recommendation = make_advice(make_prediction(9.0, [9.0], gain=0.0004))
+    assert (recommendation.adapts, recommendation.method) == (False, "nal")
+    assert any("negligible" in reason for reason in recommendation.reasons)
     larger_gain = make_advice(make_prediction(9.0, [9.0], gain=0.01))
     assert larger_gain.adapts is True
     assert not any("negligible" in reason for reason in larger_gain.reasons)
 
 
 def test_nothing_is_recommended_if_there_are_problems():
-    diagnosis = make_advice(make_prediction(9.0, [9.0]), problems=("the data are bad: use others", "they are few"))
-    assert (diagnosis.adapts, diagnosis.method, diagnosis.confidence) == (None, None, 1.0)
-    assert diagnosis.headline == "Undecided: the data are bad: use others."
-    assert diagnosis.reasons[0] == "they are few"
+    recommendation = make_advice(make_prediction(9.0, [9.0]), problems=("the data are bad: use others", "they are few"))
+    assert (recommendation.adapts, recommendation.method, recommendation.confidence) == (None, None, 1.0)
+    assert recommendation.headline == "Undecided: the data are bad: use others."
+    assert recommendation.reasons[0] == "they are few"
 
 
 def test_maml_is_recommended_if_its_kernel_prediction_is_clearly_better():
@@ -440,18 +442,18 @@ def test_maml_is_recommended_if_its_kernel_prediction_is_clearly_better():
         gains = {"no meta-training": 0.0, "mtl": 0.05, "anil": 0.3, "maml": gain}
         return [KernelPrediction(name, "accuracy", 0.5, 0.1, value, margin) for name, value in gains.items()]
 
-    diagnosis = make_prediction(9.0, [9.0])
-    assert make_advice(diagnosis, *kernels(0.5)).method == "maml"
-    assert make_advice(diagnosis, *kernels(0.4)).method == "anil"
-    assert make_advice(diagnosis, *kernels(0.1)).method == "anil"
+    prediction = make_prediction(9.0, [9.0])
+    assert make_advice(prediction, *kernels(0.5)).method == "maml"
+    assert make_advice(prediction, *kernels(0.4)).method == "anil"
+    assert make_advice(prediction, *kernels(0.1)).method == "anil"
     assert make_advice(make_prediction(1.0, [1.0]), *kernels(0.5)).method == "nal"
     reason = "according to the infinite-width kernel predictions, {} significantly better than "
     reason += "regression on the support set without meta-training"
-    assert reason.format("ANIL and MAML are") in make_advice(diagnosis, *kernels(0.5)).reasons
-    all_reasons = make_advice(diagnosis, *kernels(0.5, margin=0.01)).reasons
+    assert reason.format("ANIL and MAML are") in make_advice(prediction, *kernels(0.5)).reasons
+    all_reasons = make_advice(prediction, *kernels(0.5, margin=0.01)).reasons
     assert reason.format("MTL, ANIL and MAML are") in all_reasons
-    assert reason.format("ANIL is") in make_advice(diagnosis, *kernels(0.1)).reasons
-    assert reason.format("no method is") in make_advice(diagnosis, *kernels(0.1, margin=1.0)).reasons
+    assert reason.format("ANIL is") in make_advice(prediction, *kernels(0.1)).reasons
+    assert reason.format("no method is") in make_advice(prediction, *kernels(0.1, margin=1.0)).reasons
 
 
 def test_a_large_residual_loss_is_a_reason():
@@ -468,14 +470,14 @@ def test_a_large_residual_loss_is_a_reason():
     [(0.1, "so the group of hard tasks is learned faster"), (1.2, "the two groups hardly differ")],
 )
 def test_unclear_groups_are_mentioned(ratio, words):
-    diagnosis, clear = (
+    unclear_advice, clear_advice = (
         advice.advise(make_prediction(2.0, [2.0]), "nal", "maml", (1.0, rate), ()) for rate in (ratio, 1.5)
     )
-    assert any(words in reason for reason in diagnosis.reasons)
-    assert not any(words in reason for reason in clear.reasons)
+    assert any(words in reason for reason in unclear_advice.reasons)
+    assert not any(words in reason for reason in clear_advice.reasons)
 
 
-def test_the_largest_step_depends_on_the_tasks_and_not_on_bootstrap_samples():
+def test_the_largest_step_size_that_an_error_names_is_accepted():
     environment = linear_tasks(HARD_EASY, 20, 20)
     with pytest.raises(InputError, match=r"alpha is 100\.0, but steps of") as error:
         diagnose(environment, alpha=100.0, tasks=40)
@@ -568,7 +570,8 @@ SPIKED_FOURTH_MOMENT = 0.075 * 10.25**2 + 0.925 * 0.25**2  # 7.9
 
 def test_the_ratio_of_heavy_tailed_inputs_uses_their_fourth_moments():
     """Gaussian inputs with the same covariance have a ratio of 1.8."""
-    normal, covariance = hard_easy_risks(HARD_EASY, 0.9, 100).ratio, HARD_EASY.landscape.distribution.covariance
+    gaussian_ratio = hard_easy_risks(HARD_EASY, 0.9, 100).ratio
+    covariance = HARD_EASY.landscape.distribution.covariance
     trace = covariance.square().sum((-2, -1))[:, None, None]
     fourth_moment = SPIKED_FOURTH_MOMENT * (trace * covariance + 2 * covariance @ covariance @ covariance)
     solutions = (
@@ -578,7 +581,7 @@ def test_the_ratio_of_heavy_tailed_inputs_uses_their_fourth_moments():
     nal, maml = risk_above_floor(HARD_EASY.landscape, torch.stack(solutions), 0.9, 100, fourth_moments=fourth_moment)
     for seed in range(2):
         diagnosis = diagnose(ModifiedTasks(example_scale=spiked), alpha=0.9, tasks=200, seed=seed)
-        assert diagnosis.ratio.low <= float(nal / maml) <= diagnosis.ratio.high < 1.1 < normal
+        assert diagnosis.ratio.low <= float(nal / maml) <= diagnosis.ratio.high < 1.1 < gaussian_ratio
         assert diagnosis.advice.adapts is False
         assert [group.kurtosis for group in diagnosis.groups] == pytest.approx(2 * [SPIKED_FOURTH_MOMENT], rel=0.15)
         assert re.search(r"hard: .* fourth moments [789](\.\d)? times those of Gaussian inputs", str(diagnosis))
@@ -662,7 +665,7 @@ def test_a_step_that_diverges_on_single_tasks_is_reported(monkeypatch):
 
 
 def exact_estimate(*scales: float) -> LandscapeEstimate:
-    """Return an estimate for tasks with the covariances scale·diag(1, 2), of which the first five are hard."""
+    """Return an estimate for tasks with the exact covariances scale·diag(1, 2), of which the first five are hard."""
     covariance = torch.tensor(scales)[:, None, None, None] * torch.diag(torch.tensor([1.0, 2.0])).expand(1, 2, 2, 2)
     count, covariance = len(scales), covariance.double()
     empty = torch.zeros(count, 2, 2).double()
@@ -673,14 +676,16 @@ def exact_estimate(*scales: float) -> LandscapeEstimate:
 def test_the_default_step_is_the_inverse_of_the_largest_curvature_unless_a_task_has_a_much_larger_one():
     assert exact_estimate(*5 * [0.1], *5 * [1.0]).default_step_size() == pytest.approx(1 / 2)
     assert exact_estimate(*5 * [3.0], *5 * [1.0]).default_step_size() == pytest.approx(1 / 6)
+    # The easy group's mean scale is 10.5/10, so its largest curvature is 2 · 10.5/10.
     assert exact_estimate(*5 * [0.1], *9 * [1.0], 1.5).default_step_size() == pytest.approx(1 / 2 / (10.5 / 10))
+    # The largest curvature of a task is 22, and the step times this curvature is at most 1.9.
     assert exact_estimate(*5 * [0.1], *9 * [1.0], 11.0).default_step_size() == pytest.approx(1.9 / 22)
 
 
 def test_intervals_of_few_tasks_are_expanded():
     samples = torch.linspace(0, 1, 2001, dtype=torch.float64)
-    for easy in (5, 7):  # the smaller group decides
-        interval = exact_estimate(*(5 + easy) * [1.0])._interval(0.5, samples)
+    for easy_count in (5, 7):  # the smaller group, that of five hard tasks, decides
+        interval = exact_estimate(*(5 + easy_count) * [1.0])._interval(0.5, samples)
         tail = percentile_tail(5)
         assert (interval.low, interval.high) == pytest.approx((tail, 1 - tail))
     assert tail < 0.002
@@ -706,25 +711,25 @@ def test_the_probability_of_hard_tasks_is_the_weight_of_the_first_part():
 @pytest.mark.parametrize("best_ridge", RIDGES)
 def test_the_ridge_of_kernel_predictions_is_chosen_on_validation_tasks(best_ridge, monkeypatch):
     monkeypatch.setattr(advice, "TRAINING_EXAMPLES", 60)
-    tested = []
+    tested_learners = []
 
     def evaluate(fitted, environment, *, tasks, seed):
         learner = fitted.learner
-        if learner.outer_time == 0:
+        if learner.outer_time == 0:  # the baseline without meta-training
             return mb.Score.of(torch.tensor([2.0, 2.0]), "squared error")
-        if seed == 1:
-            error = 1.0 + (learner.ridge != pytest.approx(best_ridge * scale))
+        if seed == 1:  # validation tasks
+            error = 1.0 + (learner.ridge != pytest.approx(best_ridge * ntk_scale))
             return mb.Score.of(torch.full((2,), error), "squared error")
-        assert seed == 2
-        tested.append(learner)
+        assert seed == 2  # test tasks
+        tested_learners.append(learner)
         return mb.Score.of(torch.tensor([1.0, 1.0]), "squared error")
 
     kernel = mb.kernels.fully_connected_kernel(depth=2)
     example = Quadratic().sample(1, torch.Generator().manual_seed(0))
-    scale = float(kernel.ntk(example.support_x[0].double()).diagonal().mean())
+    ntk_scale = float(kernel.ntk(example.support_x[0].double()).diagonal().mean())
     monkeypatch.setattr(advice, "evaluate", evaluate)
     monkeypatch.setattr(evaluation, "evaluate", evaluate)
     predictions = predict_with_kernels(kernel, Quadratic(), seed=0)
-    assert [learner.method for learner in tested] == ["mtl", "anil", "maml"]
-    assert [learner.ridge for learner in tested] == pytest.approx(3 * [best_ridge * scale])
+    assert [learner.method for learner in tested_learners] == ["mtl", "anil", "maml"]
+    assert [learner.ridge for learner in tested_learners] == pytest.approx(3 * [best_ridge * ntk_scale])
     assert [prediction.gain for prediction in predictions] == [0, 1, 1, 1]

@@ -42,4 +42,4 @@ def test_a_random_subset_has_the_requested_numbers_of_classes_and_of_images_per_
         assert (subset.labels.bincount(minlength=100)[subset.splits[split]] == images_per_class).all()
     larger = random_subset(images, {"train": (5, 6), "test": (2, 5)}, seed=1)
     assert torch.equal(larger.splits["test"], subset.splits["test"])
-    assert torch.equal(larger.images[-10:], subset.images[-10:])
+    assert torch.equal(larger.images[-10:], subset.images[-10:])  # the 2 · 5 test images are the last ones

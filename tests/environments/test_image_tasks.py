@@ -7,8 +7,9 @@ import torch
 from metabridge.environments import Environment, LabeledImages, Mixture
 from metabridge.errors import InputError
 
-COUNTS = [5, 9, 6, 30, 5, 7, 8, 5, 6, 12, 5, 5, 9]
-SUPERCLASSES = [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 3, 3, 0]
+COUNTS = [5, 9, 6, 30, 5, 7, 8, 5, 6, 12, 5, 5, 9]  # number of images of each class
+SUPERCLASSES = [0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 3, 3, 0]  # superclass of each class
+# classes of each split
 SPLITS = {"train": [11, 3, 0, 1, 2, 4, 5, 6, 7, 8], "test": [9, 10, 12]}
 
 
@@ -80,7 +81,9 @@ def test_every_image_of_a_class_is_equally_likely(data):
     tasks = data.tasks("train", ways=1, shots=1, queries=4).sample(20_000, seeded())
     _, image_indices = pixels(tasks.support_x)
     frequencies = torch.bincount(image_indices.flatten(), minlength=len(data.labels)) / 20_000
+    # 1/10 is the probability of a class
     expected = torch.tensor([0.1 / COUNTS[label] if label in SPLITS["train"] else 0.0 for label in data.labels])
+    # five standard errors of the most likely images, whose probability is 0.02
     assert (frequencies - expected).abs().max() < 5 * (0.02 / 20_000) ** 0.5
     assert (frequencies[expected == 0] == 0).all()
     assert (frequencies[expected > 0] > 0).all()
@@ -101,7 +104,7 @@ def test_different_superclass_tasks_never_repeat_a_superclass(data):
     tasks = environment.sample(4000, seeded())
     superclasses = data.superclasses[data.splits["train"]][tasks.classes].sort(dim=1).values
     assert (superclasses.diff(dim=1) > 0).all()
-    assert len(tasks.classes.unique()) == 10
+    assert len(tasks.classes.unique()) == 10  # every class of the split occurs
 
 
 def test_the_same_seed_gives_the_same_tasks_and_another_seed_gives_different_tasks(data):
@@ -252,16 +255,16 @@ def test_rotations_add_three_classes_for_each_class_of_the_splits(square_images,
     assert rotated.class_names[:5] == square_images.class_names
     assert torch.equal(rotated.images[:10], square_images.images)
     assert torch.equal(rotated.labels[:10], square_images.labels)
-    for row in range(10, len(rotated.images)):
-        name, _, angle = rotated.class_names[rotated.labels[row]].partition("/turned")
+    for image_index in range(10, len(rotated.images)):
+        name, _, angle = rotated.class_names[rotated.labels[image_index]].partition("/turned")
         sources = square_images.images[square_images.labels == square_images.class_names.index(name)].numpy()
         candidates = [np.rot90(source, int(angle) // 90, (1, 2)) for source in sources]
-        assert sum(np.array_equal(rotated.images[row], candidate) for candidate in candidates) == 1
+        assert sum(np.array_equal(rotated.images[image_index], candidate) for candidate in candidates) == 1
     for label, name in enumerate(rotated.class_names):
         original_class = square_images.class_names.index(name.partition("/")[0])
         assert rotated.superclasses[label] == square_images.superclasses[original_class]
     counts = rotated.labels.bincount(minlength=len(rotated.class_names))
-    assert (counts == 2).all()
+    assert (counts == 2).all()  # each original class has two images
 
 
 def test_rotating_unknown_splits_or_images_that_are_not_square_raises_an_error(square_images, data):
@@ -287,17 +290,17 @@ def test_episodes_from_sampled_indices_equal_the_sampled_episodes(data):
 
 
 def test_image_indices_are_those_of_the_images_in_the_split(data):
-    rows = data.tasks("test", ways=2, shots=1, queries=1).image_indices
+    image_indices = data.tasks("test", ways=2, shots=1, queries=1).image_indices
     expected = torch.isin(data.labels, torch.tensor(SPLITS["test"])).nonzero().squeeze(1)
-    assert torch.equal(rows.sort().values, expected)
+    assert torch.equal(image_indices.sort().values, expected)
 
 
 def test_float_images_have_the_shape_of_the_indices(data):
-    rows = torch.tensor([[4, 0, 7], [2, 2, 1]])
-    images = data.float_images(rows)
+    image_indices = torch.tensor([[4, 0, 7], [2, 2, 1]])
+    images = data.float_images(image_indices)
     assert images.shape == (2, 3, 1, 1, 2)
     assert images.dtype == torch.float32
-    assert torch.equal(images, data.images[rows].float() / 255)
+    assert torch.equal(images, data.images[image_indices].float() / 255)
 
 
 def test_repr_is_one_short_line(data):

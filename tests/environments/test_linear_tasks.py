@@ -72,6 +72,7 @@ def test_target_noise_has_the_variance_of_the_group():
     x, y = episodes.support_x.double(), episodes.support_y.double()
     residuals = y - x @ torch.linalg.lstsq(x, y).solution
     for group, variance in enumerate((0.5, 0.25)):
+        # 40 examples less the 3 parameters of the least-squares fit
         variances = residuals[episodes.classes[:, 0] == group].square().sum((1, 2)) / (40 - 3)
         assert abs(float(variances.mean()) - variance) < 4.5 * float(variances.std()) / math.sqrt(len(variances))
 
@@ -126,7 +127,7 @@ def test_the_same_seed_gives_the_same_tasks_and_another_seed_gives_different_tas
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_every_method_learns_and_predicts_logistic_tasks(name):
+def test_every_method_has_finite_gradients_and_predictions_of_the_right_shape_on_logistic_tasks(name):
     environment = ENVIRONMENTS[1]
     learner = method(name)
     options = {"activation": "linear", "bias": False} if name == "burer-monteiro" else {}
@@ -139,7 +140,7 @@ def test_every_method_learns_and_predicts_logistic_tasks(name):
 
 
 @pytest.mark.parametrize("name", ["maml", "fo-maml", "anil", "reptile", "imaml", "r2d2", "nal", "burer-monteiro"])
-def test_every_regression_method_learns_and_predicts_linear_tasks(name):
+def test_every_regression_method_has_finite_gradients_and_predictions_of_the_right_shape_on_linear_tasks(name):
     environment = ENVIRONMENTS[0]
     learner, net = method(name), mlp(3, environment.outputs, width=4, depth=1, activation="linear", bias=False)
     params = parameters(learner, net, classes=environment.classes)

@@ -76,6 +76,7 @@ def test_the_same_seed_gives_the_same_tasks_and_another_seed_gives_different_tas
 def test_tasks_of_a_mixture_are_those_of_its_environments(glyphs, same_shape_pair):
     mixture = Mixture(same_shape_pair, (0.0, 1.0))
     generator = seeded()
+    # a mixture first draws the environment of each task
     torch.multinomial(torch.ones(2), 5, replacement=True, generator=generator)
     expected = same_shape_pair[1].sample(5, generator)
     assert torch.equal(mixture.sample(5, seeded()).support_x, expected.support_x)

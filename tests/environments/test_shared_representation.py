@@ -16,15 +16,15 @@ def seeded(seed: int = 0) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def fitted_parameters(environment: SharedRepresentation, tasks: int) -> torch.Tensor:
-    """Return the regression vectors, computed from noise-free tasks with enough points."""
+def fitted_regression_vectors(environment: SharedRepresentation, tasks: int) -> torch.Tensor:
+    """Return the regression vectors of tasks without noise, computed from their support sets by least squares."""
     episodes = environment.sample(tasks, seeded())
     return torch.linalg.lstsq(episodes.support_x.double(), episodes.support_y.double()).solution[..., 0]
 
 
 def test_task_parameters_lie_in_the_representation_with_the_given_mean_and_variances():
     environment = SharedRepresentation(8, (0.5, 2.0), mean=(1.0, -3.0), noise=0.0, shots=20, queries=1)
-    fitted = fitted_parameters(environment, 4000)
+    fitted = fitted_regression_vectors(environment, 4000)
     basis = environment.representation
     assert torch.allclose(basis.mT @ basis, torch.eye(2, dtype=torch.float64))
     assert (fitted - fitted @ basis @ basis.mT).abs().max() < 1e-4
@@ -53,9 +53,9 @@ def test_tasks_of_a_pool_are_fixed_and_have_class_indices():
     environment = SharedRepresentation(6, (1.0, 1.0), pool=10, seed=3)
     episodes = environment.sample(4, seeded())
     assert len(set(episodes.classes.flatten().tolist())) == 4
-    for index, row in enumerate(episodes.classes.flatten()):
-        assert torch.equal(episodes.support_x[index], environment.tasks.support_x[row])
-        assert torch.equal(episodes.query_y[index], environment.tasks.query_y[row])
+    for index, pool_index in enumerate(episodes.classes.flatten()):
+        assert torch.equal(episodes.support_x[index], environment.tasks.support_x[pool_index])
+        assert torch.equal(episodes.query_y[index], environment.tasks.query_y[pool_index])
     same_seed = SharedRepresentation(6, (1.0, 1.0), pool=10, seed=3)
     assert torch.equal(same_seed.tasks.support_y, environment.tasks.support_y)
 
@@ -70,7 +70,7 @@ def test_the_same_seed_gives_the_same_tasks_and_another_seed_gives_different_tas
 
 
 @pytest.mark.parametrize("name", sorted(set(PRESETS) - {"metaoptnet", "rfs"}))  # which need class labels
-def test_every_regression_method_trains_on_the_tasks(name):
+def test_every_regression_method_has_a_finite_loss_on_the_tasks(name):
     environment = SharedRepresentation(6, (1.0, 1.0), pool=8)
     net = mlp(6, 1, width=5, depth=1, activation="linear", bias=False)
     learner = method(name)

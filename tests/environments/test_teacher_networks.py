@@ -35,7 +35,7 @@ def test_fixed_teachers_are_sampled_with_equal_probability():
     outputs = torch.stack([teacher_output("tanh", teacher, tasks.support_x) for teacher in NEURONS])
     matches = (outputs - tasks.support_y).abs().amax((-2, -1)) < 1e-12
     assert matches.sum(0).eq(1).all()
-    assert abs(int(matches[0].sum()) - 1000) < 4 * math.sqrt(500)
+    assert abs(int(matches[0].sum()) - 1000) < 4 * math.sqrt(500)  # four standard deviations
 
 
 def test_inputs_and_noise_have_the_given_variances():

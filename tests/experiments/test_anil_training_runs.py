@@ -23,7 +23,7 @@ from metabridge.experiments import (
 from metabridge.experiments.anil_training_runs import METHODS, SETTINGS
 from metabridge.training.linear_anil import LinearAnilConfig, steps_to_measure
 
-LINEAR = (anil_fig2, anil_fig3, anil_table1, anil_mean)
+LINEAR_EXPERIMENTS = (anil_fig2, anil_fig3, anil_table1, anil_mean)
 SMALL = LinearAnilConfig(
     runs=2, tasks=20, steps=12, iterations=8, designs=20, dimension=6, width=6, variances=(1.0, 2.0, 3.0)
 )
@@ -37,10 +37,10 @@ def finished(tmp_path_factory) -> Iterator[dict[ModuleType, tuple[ExperimentOpti
         patch.setitem(SETTINGS, "quick", SMALL)
         patch.setitem(anil_relu.SETTINGS, "quick", student_settings)
         options = ExperimentOptions("quick", out=tmp_path_factory.mktemp("out"), progress=False)
-        yield {module: (options, module.EXPERIMENT.run(options)) for module in (*LINEAR, anil_relu)}
+        yield {module: (options, module.EXPERIMENT.run(options)) for module in (*LINEAR_EXPERIMENTS, anil_relu)}
 
 
-@pytest.mark.parametrize("module", [*LINEAR, anil_relu], ids=lambda module: module.EXPERIMENT.id)
+@pytest.mark.parametrize("module", [*LINEAR_EXPERIMENTS, anil_relu], ids=lambda module: module.EXPERIMENT.id)
 def test_results_can_be_read_again_and_figures_are_drawn(module, finished, tmp_path):
     experiment, (_, outcome) = module.EXPERIMENT, finished[module]
     assert load_experiment(experiment.id) is experiment
@@ -54,7 +54,7 @@ def test_figures_and_table_share_training_runs(finished, monkeypatch):
     options, outcome = finished[anil_fig2]
     assert set(outcome.data) == set(METHODS)
     for name in ("train_first_order", "train_burer_monteiro"):
-        monkeypatch.setattr(anil_training_runs, name, None)
+        monkeypatch.setattr(anil_training_runs, name, None)  # training would raise an error
     for module in (anil_fig2, anil_fig3, anil_table1):
         assert module.EXPERIMENT.run(options).data == outcome.data
 
@@ -86,7 +86,7 @@ def test_curves_start_at_the_initial_network_and_end_with_the_last_step(finished
     for name, record in finished[anil_fig2][1].data.items():
         length = SMALL.iterations if name == "burer-monteiro" else SMALL.steps
         assert record.curves.steps == [0, *steps_to_measure(length)]
-        initial_value = 0.01 if name == "burer-monteiro" else 0.25 / SMALL.alpha
+        initial_value = 0.01 if name == "burer-monteiro" else 0.25 / SMALL.alpha  # initially BBᵀ is this times I
         for quantity in ("smallest", "largest", "orthogonal_mean", "orthogonal_largest"):
             curves = record.curves.values[quantity]
             assert [len(curve) for curve in curves] == [len(record.curves.steps)] * SMALL.runs

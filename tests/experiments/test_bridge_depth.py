@@ -29,6 +29,7 @@ def outcome():
 def exact_runs(depth: int, depth_factor: float, num_points: int) -> list[KernelMeasurements]:
     """Return two runs in which every quantity changes with the depth as the lemmas predict."""
     largest, smallest = (depth_factor * growth * depth for growth in ((num_points + 3) / 4, 3 / 4))
+    # The lemmas predict how eigenvalues grow with the depth, so constants can be subtracted from those of MTL.
     return [KernelMeasurements(1 / depth, smallest, largest, smallest - 0.5, largest - 5, depth**-2.0)] * 2
 
 
@@ -61,16 +62,17 @@ def test_residual_connections_change_the_gap_but_layer_norm_does_not(outcome):
 def test_deeper_kernels_are_closer_to_the_limits_of_lemmas_4_and_5():
     train, test = regression_tasks(0, 4, 3, "cpu")
     runs = [measure_run(fully_connected_kernel(depth), train, test) for depth in (40, 80, 160)]
-    for extreme, limit in (("largest", 43 / 4), ("smallest", 3 / 4)):
+    num_points = 40  # 4 tasks of 10 points
+    for extreme, limit in (("largest", (num_points + 3) / 4), ("smallest", 3 / 4)):
         for kernel in ("anil", "mtl"):
             at_40, at_80, at_160 = (getattr(run, f"{kernel}_{extreme}_eigenvalue") for run in runs)
             assert abs((at_160 - at_80) / 80 - limit) < abs((at_80 - at_40) / 40 - limit)
             assert (at_160 - at_80) / 80 == pytest.approx(limit, rel=0.03)
     at_40, at_80, at_160 = (run.inverse_difference for run in runs)
-    assert 1 / 4 < at_160 / at_80 < min(at_80 / at_40, 0.28)
+    assert 1 / 4 < at_160 / at_80 < min(at_80 / at_40, 0.28)  # lemma 5: the limit is 1/4 if the depth is doubled
 
 
-def test_every_row_agrees_if_the_lemmas_hold_and_none_if_they_do_not():
+def test_every_row_agrees_if_the_lemmas_hold_and_none_if_nothing_changes_with_the_depth():
     depth_factors = {net: 1.0 if net == "plain" else 0.5 for net in NETS}
     exact = DepthMeasurements(
         40, {net: {L: exact_runs(L, factor, 40) for L in (8, 16)} for net, factor in depth_factors.items()}

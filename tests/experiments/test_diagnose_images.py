@@ -7,7 +7,7 @@ import pytest
 from metabridge.diagnosis import advice, estimates
 from metabridge.experiments import ExperimentOptions, Outcome, Result, Row, load_experiment
 from metabridge.experiments.diagnose_images import EXPERIMENT, R_H, SETTINGS
-from metabridge.experiments.method_orders import METHODS, MethodOrder
+from metabridge.experiments.method_rankings import METHODS, MethodRanking
 from metabridge.report.results import Machine
 
 GLYPH_ACCURACIES = dict(zip(METHODS, (92.0, 93.0, 91.0, 90.0)))
@@ -18,13 +18,15 @@ MLP_ACCURACIES = {"MTL": 80.0, "ANIL": 82.0, "MAML": 81.0}
 def outcome(glyphs, tmp_path_factory) -> Outcome:
     """The outcome of the experiment with small settings, and with results of other experiments in its folder."""
     out = tmp_path_factory.mktemp("out")
-    methods = tuple(Row(f"{name}, test tasks", "accuracy %", ours=value) for name, value in GLYPH_ACCURACIES.items())
-    nets = tuple(
+    method_rows = tuple(
+        Row(f"{name}, test tasks", "accuracy %", ours=value) for name, value in GLYPH_ACCURACIES.items()
+    )
+    net_rows = tuple(
         Row(f"{data}, 5-shot, mlp net {name}, fresh tasks", "accuracy %", ours=value)
         for data in ("glyphs", "omniglot")
         for name, value in MLP_ACCURACIES.items()
     )
-    for name, rows in {"glyphs": methods, "kernel-fewshot": nets}.items():
+    for name, rows in {"glyphs": method_rows, "kernel-fewshot": net_rows}.items():
         Result(name, "quick", 0, {}, Machine("cpu", "", "", None), 1.0, rows).write(out)
     quick = SETTINGS["quick"]
     with pytest.MonkeyPatch.context() as patch:
@@ -59,29 +61,29 @@ def test_rows_contain_the_measured_gains_of_maml(outcome):
         assert (row.ours, row.ci95) == pytest.approx((gain.value, gain.value - gain.low))
 
 
-def test_predicted_orders_are_compared_with_all_trained_networks_of_the_data(outcome):
-    orders = {(order.nets, order.source): order for order in outcome.data.orders}
+def test_predicted_rankings_are_compared_with_all_stored_accuracies_on_the_data_set(outcome):
+    rankings = {(ranking.nets, ranking.source): ranking for ranking in outcome.data.rankings}
     nets = "glyphs, 1-shot, conv4 net", "glyphs, 5-shot, mlp net at 16 px"
-    assert set(orders) == {(net, source) for net in nets for source in ("formulas", "kernels")}
-    assert orders[nets[0], "formulas"].accuracies == GLYPH_ACCURACIES
-    assert orders[nets[1], "kernels"].accuracies == {name.lower(): value for name, value in MLP_ACCURACIES.items()}
-    assert "no meta-training" not in orders[nets[0], "kernels"].predicted_scores
+    assert set(rankings) == {(net, source) for net in nets for source in ("formulas", "kernels")}
+    assert rankings[nets[0], "formulas"].accuracies == GLYPH_ACCURACIES
+    assert rankings[nets[1], "kernels"].accuracies == {name.lower(): value for name, value in MLP_ACCURACIES.items()}
+    assert "no meta-training" not in rankings[nets[0], "kernels"].predicted_scores
 
 
-def test_an_order_counts_the_pairs_that_are_right():
+def test_a_ranking_counts_its_correct_pairs_and_computes_kendalls_tau():
     predicted = {"rfs": 1, "mtl": 1, "anil": 0, "maml": 0}
-    order = MethodOrder("nets", "formulas", predicted, {**GLYPH_ACCURACIES, "anil": 92.5})
-    assert order.pairs_right == [False, True, True, True]
-    assert str(order) == "rfs = mtl > anil = maml"
+    ranking = MethodRanking("nets", "formulas", predicted, {**GLYPH_ACCURACIES, "anil": 92.5})
+    assert ranking.is_pair_correct == [False, True, True, True]
+    assert str(ranking) == "rfs = mtl > anil = maml"
     accuracy = {"a": 9, "b": 8, "c": 7}
-    assert MethodOrder("nets", "kernels", {"a": 3, "b": 2, "c": 1}, accuracy).tau == pytest.approx(1)
-    assert MethodOrder("nets", "kernels", {"a": 1, "b": 2, "c": 3}, accuracy).tau == pytest.approx(-1)
+    assert MethodRanking("nets", "kernels", {"a": 3, "b": 2, "c": 1}, accuracy).tau == pytest.approx(1)
+    assert MethodRanking("nets", "kernels", {"a": 1, "b": 2, "c": 3}, accuracy).tau == pytest.approx(-1)
 
 
 def test_the_figure_is_drawn(outcome, tmp_path):
     EXPERIMENT.draw(outcome, tmp_path / "figure.png")
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     (case,) = outcome.data.cases
-    without_training = replace(outcome, data=replace(outcome.data, cases=(replace(case, records={}),), orders=()))
+    without_training = replace(outcome, data=replace(outcome.data, cases=(replace(case, records={}),), rankings=()))
     EXPERIMENT.draw(without_training, tmp_path / "untrained.png")
     assert (tmp_path / "untrained.png").read_bytes().startswith(b"\x89PNG")

@@ -50,7 +50,7 @@ def test_pairs_are_ranked_by_both_quantities(outcome):
     rows = [row for row in outcome.result.rows if row.metric == "pairs right %"]
     assert [row.name.split("ranked by ")[1] for row in rows] == ["ratio", "1 + R²/r_H"]
     diagnosis = outcome.data.trials[0].diagnosis
-    better = replace(diagnosis, ratio=Interval(3.0, 2.5, 3.5), ratio_limit=None)
+    better = replace(diagnosis, ratio=Interval(3.0, 2.5, 3.5), ratio_limit=None)  # r_H = 0, an infinite limit
     worse = replace(diagnosis, ratio=Interval(2.0, 1.5, 2.4), ratio_limit=5.0)
     right, wrong = list(pair_rows([(better, worse)])), list(pair_rows([(worse, better)]))
     assert [row.ours for row in right] == [100, 100]
@@ -65,10 +65,10 @@ def test_the_figure_is_drawn(outcome, tmp_path):
 
 def test_a_recommendation_is_right_or_wrong_only_where_the_true_ratio_is_clear(outcome):
     diagnosis = outcome.data.trials[0].diagnosis
-    adapting = replace(diagnosis, advice=replace(diagnosis.advice, adapts=True))
-    assert Trial(adapting, CLEAR_RATIOS[1] + 0.1, 1.0).is_right is True
-    assert Trial(adapting, CLEAR_RATIOS[0] - 0.05, 1.0).is_right is False
-    assert Trial(adapting, sum(CLEAR_RATIOS) / 2, 1.0).is_right is None
+    recommends_adaptation = replace(diagnosis, advice=replace(diagnosis.advice, adapts=True))
+    assert Trial(recommends_adaptation, CLEAR_RATIOS[1] + 0.1, 1.0).is_right is True
+    assert Trial(recommends_adaptation, CLEAR_RATIOS[0] - 0.05, 1.0).is_right is False
+    assert Trial(recommends_adaptation, sum(CLEAR_RATIOS) / 2, 1.0).is_right is None
     undecided = replace(diagnosis, advice=replace(diagnosis.advice, method=None, adapts=None, problem="why"))
     assert Trial(undecided, CLEAR_RATIOS[1] + 0.1, 1.0).is_right is False
     assert Trial(undecided, CLEAR_RATIOS[0] - 0.05, 1.0).is_right is False

@@ -15,6 +15,7 @@ from metabridge.training import Model, evaluate
 
 @pytest.fixture
 def outcome(tiny):
+    """The outcome with the settings of the fixture `tiny`: 6 test tasks, and 4 tasks in the other evaluations."""
     return EXPERIMENT.run(ExperimentOptions("quick", progress=False))
 
 
@@ -44,9 +45,9 @@ def test_the_untrained_score_is_that_of_the_initial_weights(outcome, glyphs):
 
 def test_scores_have_the_numbers_of_tasks_of_the_settings(outcome):
     for scores in outcome.data.scores.values():
-        first, *others = (score.tasks for score in scores.values())
-        assert first == SETTINGS["quick"].test_tasks
-        assert set(others) == {SETTINGS["quick"].other_tasks}
+        test_tasks, *other_tasks = (score.tasks for score in scores.values())
+        assert test_tasks == SETTINGS["quick"].test_tasks
+        assert set(other_tasks) == {SETTINGS["quick"].other_tasks}
 
 
 def test_a_short_training_run_beats_the_untrained_network(outcome):
@@ -56,8 +57,8 @@ def test_a_short_training_run_beats_the_untrained_network(outcome):
 
 def test_the_same_seed_gives_the_same_scores_and_another_seed_gives_others(outcome):
     first, again, other = (
-        [scores["test tasks"].values for scores in one.data.scores.values()]
-        for one in (
+        [scores["test tasks"].values for scores in each_outcome.data.scores.values()]
+        for each_outcome in (
             outcome,
             EXPERIMENT.run(ExperimentOptions("quick", progress=False)),
             EXPERIMENT.run(ExperimentOptions("quick", seed=1, progress=False)),
@@ -78,8 +79,8 @@ def test_the_paper_scale_compares_every_method_that_can_learn_images():
 
 @pytest.mark.parametrize("scale", SETTINGS)
 def test_every_method_accepts_its_options(scale):
-    for name, setting in SETTINGS[scale].methods.items():
-        method(name, **setting.options)
+    for name, training in SETTINGS[scale].methods.items():
+        method(name, **training.options)
 
 
 def test_the_experiment_needs_neither_matplotlib_nor_jinja2():

@@ -12,17 +12,8 @@ from metabridge.environments import Quadratic
 from metabridge.episodes import Episodes
 from metabridge.errors import InputError
 from metabridge.experiments import ExperimentOptions, Outcome, kernel_fewshot
-from metabridge.experiments.kernel_fewshot import (
-    BASELINES,
-    EXPERIMENT,
-    KERNELS,
-    METHODS,
-    RIDGES,
-    SETTINGS,
-    SIZE,
-    PoolSize,
-    candidate_learners,
-)
+from metabridge.experiments.kernel_fewshot import EXPERIMENT, KERNELS, SETTINGS, SIZE
+from metabridge.experiments.kernel_fewshot_trials import BASELINES, METHODS, RIDGES, PoolSize, candidate_learners
 from metabridge.kernels import Conv, Dense, Flatten, KernelLearner, convolutional_kernel, fully_connected_kernel
 from metabridge.report.results import Result
 
@@ -36,7 +27,7 @@ TINY = replace(
     test_tasks=6,
     plans=tuple(replace(config, iterations=2, validate_tasks=2) for config in SETTINGS["quick"].plans[1:2]),
 )
-CHEAP = {
+CHEAP_KERNELS = {
     "fully connected": KERNELS["fully connected"],
     "conv4": convolutional_kernel([Conv(3, stride=4), Flatten(), Dense()]),
 }
@@ -47,7 +38,7 @@ def outcome(glyphs) -> Iterator[Outcome[kernel_fewshot.Comparison]]:
     """The outcome of the experiment with small settings, and with a small convolutional kernel instead of conv4's."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SETTINGS, "quick", TINY)
-        patch.setattr(kernel_fewshot, "KERNELS", CHEAP)
+        patch.setattr(kernel_fewshot, "KERNELS", CHEAP_KERNELS)
         yield EXPERIMENT.run(ExperimentOptions("quick", progress=False))
 
 
@@ -59,43 +50,46 @@ def three_way_tasks(tasks, seed):
 
 
 @pytest.mark.parametrize("kernel_method", METHODS)
-def test_a_kernel_learns_nothing_about_classes_from_all_relabelings_of_the_training_tasks(kernel_method):
+def test_training_on_every_order_of_the_classes_changes_all_outputs_of_a_query_equally(kernel_method):
     train, test = three_way_tasks(3, 0), three_way_tasks(4, 1)
     orders = torch.tensor(list(permutations(range(3))))
-    copies = [replace(train, support_y=order[train.support_y], query_y=order[train.query_y]) for order in orders]
-    joined = {name: torch.cat([getattr(c, name) for c in copies]) for name in ("support_x", "support_y")}
-    joined |= {name: torch.cat([getattr(c, name) for c in copies]) for name in ("query_x", "query_y")}
+    relabeled = [replace(train, support_y=order[train.support_y], query_y=order[train.query_y]) for order in orders]
+    fields = ("support_x", "support_y", "query_x", "query_y")
+    in_every_order = Episodes(*(torch.cat([getattr(tasks, field) for tasks in relabeled]) for field in fields))
     for learner in candidate_learners(fully_connected_kernel(depth=3), kernel_method):
         if learner.ridge > RIDGES[0]:
-            continue
-        alone = replace(learner, method="maml" if kernel_method == "maml" else "anil-split", outer_time=0.0)
-        base = alone.fit(train).predict(test)
-        learned = learner.fit(Episodes(**joined)).predict(test) - base
-        assert torch.allclose(learned, learned[..., :1].expand_as(learned), atol=1e-9)
-        noise = learner.fit(train).predict(test) - base
-        assert not torch.allclose(noise, noise[..., :1].expand_as(noise), atol=1e-2)
+            continue  # training changes the outputs most with the smallest ridge
+        untrained = replace(learner, method="maml" if kernel_method == "maml" else "anil-split", outer_time=0.0)
+        untrained_outputs = untrained.fit(train).predict(test)
+        change = learner.fit(in_every_order).predict(test) - untrained_outputs
+        assert torch.allclose(change, change[..., :1].expand_as(change), atol=1e-9)
+        change_for_one_order = learner.fit(train).predict(test) - untrained_outputs
+        first_output = change_for_one_order[..., :1].expand_as(change_for_one_order)
+        assert not torch.allclose(change_for_one_order, first_output, atol=1e-2)
 
 
 @pytest.mark.parametrize("kernel_method", METHODS)
-def test_centered_targets_shift_all_outputs_of_a_query_equally(kernel_method):
-    def with_real_targets(episodes, shift):
+def test_centering_the_targets_changes_all_outputs_of_a_query_equally(kernel_method):
+    def with_one_hot_targets(episodes, shift):
+        """Return the tasks with one-hot targets minus `shift`."""
         y = [torch.nn.functional.one_hot(y, 3).double() - shift for y in (episodes.support_y, episodes.query_y)]
         return replace(episodes, support_y=y[0], query_y=y[1])
 
     train, test = three_way_tasks(3, 0), three_way_tasks(4, 1)
     learner = candidate_learners(fully_connected_kernel(depth=3), kernel_method)[0]
     uncentered, centered = (
-        learner.fit(with_real_targets(train, shift)).predict(with_real_targets(test, shift)) for shift in (0, 1 / 3)
+        learner.fit(with_one_hot_targets(train, shift)).predict(with_one_hot_targets(test, shift))
+        for shift in (0, 1 / 3)
     )
     change = uncentered - centered
     assert torch.allclose(change, change[..., :1].expand_as(change), atol=1e-9)
 
 
-@pytest.mark.parametrize(("name", "kernel_method"), BASELINES.items())
-def test_a_method_without_training_is_regression_on_the_support(name, kernel_method):
+@pytest.mark.parametrize(("kernel_name", "kernel_method"), BASELINES.items())
+def test_a_baseline_is_kernel_regression_on_the_support_set(kernel_name, kernel_method):
     kernel, episodes = fully_connected_kernel(depth=3), Quadratic().sample(3, torch.Generator().manual_seed(0))
     episodes = episodes.to(dtype=torch.float64)
-    gram = kernel.ntk if name == "NTK" else kernel.nngp
+    gram = kernel.ntk if kernel_name == "NTK" else kernel.nngp
     predictions = KernelLearner(kernel, kernel_method, outer_time=0.0).fit(episodes[:1]).predict(episodes)
     for task in range(3):
         support = episodes.support_x[task]
@@ -105,22 +99,23 @@ def test_a_method_without_training_is_regression_on_the_support(name, kernel_met
 
 def test_kernels_and_networks_are_tested_on_the_same_images(glyphs):
     sampled = []
-    for name in CHEAP:
+    for name in CHEAP_KERNELS:
         tasks = TINY.evaluation_tasks(TINY.pool(glyphs, name, 0), "test", 1)
         sampled.append(tasks.sample(5, torch.Generator().manual_seed(1)))
     assert torch.equal(sampled[0].query_x, sampled[1].query_x)
     assert torch.equal(sampled[0].support_x, sampled[1].support_x)
 
 
-def test_every_learner_has_rows_for_its_accuracy_and_its_gain(outcome):
+def test_every_learner_has_a_row_for_its_accuracy_and_every_trained_kernel_one_for_its_gain(outcome):
     rows = {row.name: row for row in outcome.result.rows}
     assert len(rows) == len(outcome.result.rows)
-    for kernel in CHEAP:
+    for kernel in CHEAP_KERNELS:
         for kernel_method in METHODS:
-            alone = rows[f"glyphs, 1-shot, {kernel} {'NTK' if kernel_method == 'maml' else 'NNGP'}, support alone"].ours
+            baseline = "NTK" if kernel_method == "maml" else "NNGP"
+            baseline_accuracy = rows[f"glyphs, 1-shot, {kernel} {baseline}, support alone"].ours
             for tasks in TINY.training_tasks:
                 name = f"glyphs, 1-shot, {kernel} {kernel_method.upper()}, {tasks} tasks"
-                assert rows[f"{name}, gain"].ours == pytest.approx(rows[name].ours - alone)
+                assert rows[f"{name}, gain"].ours == pytest.approx(rows[name].ours - baseline_accuracy)
             assert f"glyphs, 1-shot, {kernel}, labels by ink, {kernel_method.upper()}, 4 tasks" in rows
     assert rows["glyphs, 1-shot, conv4 net ANIL, fresh tasks"].ours >= 0
     assert {trial.score.tasks for trial in outcome.data.trials} == {TINY.test_tasks}
@@ -136,12 +131,12 @@ def test_the_result_can_be_read_again_and_the_figure_is_drawn(outcome, tmp_path)
 
 
 @pytest.mark.parametrize("kernel_method", METHODS)
-def test_the_grid_combines_every_inner_time_with_every_ridge(kernel_method):
-    grid = candidate_learners(fully_connected_kernel(depth=3), kernel_method)
-    times = {learner.test_time or learner.inner_time for learner in grid}
-    assert {learner.ridge for learner in grid} == set(RIDGES)
+def test_candidate_learners_combine_every_inner_time_with_every_ridge(kernel_method):
+    learners = candidate_learners(fully_connected_kernel(depth=3), kernel_method)
+    times = {learner.test_time or learner.inner_time for learner in learners}
+    assert {learner.ridge for learner in learners} == set(RIDGES)
     assert math.inf in times
-    assert len(grid) == len(times) * len(RIDGES)
+    assert len(learners) == len(times) * len(RIDGES)
 
 
 def test_omniglot_without_a_folder_raises_an_error(monkeypatch):

@@ -62,6 +62,7 @@ def test_means_agree_with_closed_forms_within_twice_their_interval(shift, agrees
 def test_rows_compare_the_results_of_sgd_with_closed_forms(outcomes):
     rows = {(row.name, row.metric): row for row in outcomes[fig2].result.rows}
     row = rows["MAML, m = 50, ρ_H = 0.2", "first coordinate"]
+    # Eq. 8 for d = 10, α = 1, m = 50, ρ_H = 0.2 and ρ_E = 1: a_i = ρ_i(1 − αρ_i)² + (d + 1)/m·α²ρ_i³
     a_H, a_E = 0.2 * 0.8**2 + 11 / 50 * 0.2**3, 11 / 50
     assert row.published == pytest.approx((a_H - a_E) / (a_H + a_E))
     assert row.ours == pytest.approx(float(outcomes[fig2].data[50, 0.2]["maml"].coordinate.mean()))
@@ -70,33 +71,33 @@ def test_rows_compare_the_results_of_sgd_with_closed_forms(outcomes):
     assert all(row.agrees for (name, _), row in rows.items() if name.startswith("limit"))
 
 
-def test_the_landscape_with_close_hard_tasks_has_the_published_ratio_which_is_the_largest():
+def test_the_last_landscape_has_the_published_ratio_of_risks_which_is_the_largest():
     ratios = [hard_easy_risks(tasks, 1 / tasks.rho_easy, fig1.M).ratio for tasks in fig1.LANDSCAPES.values()]
     assert ratios[0] == pytest.approx(1)
     assert max(ratios) == ratios[-1] == pytest.approx(fig1.PUBLISHED_RATIO, abs=0.1)
 
 
 def test_closed_forms_of_weighted_nal_are_near_the_published_values():
-    """The published test errors fit a variance of ⅓; for the variance in the text of the paper they are too low."""
-    printed, third = table3.LANDSCAPES.values()
+    """The published test errors fit a variance of ⅓, and are too low for the variance of 1 in the text of the paper."""
+    variance_1, variance_third = table3.LANDSCAPES.values()
     for name, ((coordinate, coordinate_std), (error, error_std)) in table3.PUBLISHED.items():
         learner = table3.LEARNERS[name]
-        our_coordinate, our_error = table3.closed_form(learner, third)
+        our_coordinate, our_error = table3.closed_form(learner, variance_third)
         assert abs(our_coordinate - coordinate) < 2 * max(coordinate_std, 0.02)
         assert abs(our_error - error) < max(error_std, 0.025)
-        assert table3.closed_form(learner, printed)[1] > error + 0.13
+        assert table3.closed_form(learner, variance_1)[1] > error + 0.13
 
 
 def test_the_exponents_of_the_rates_agree_if_they_are_minus_a_half():
     for exponent, agrees in ((-0.5, True), (-0.3, False), (-0.9, False)):
         points = {size: [size**exponent, 1.01 * size**exponent] for size in (8, 32, 128)}
-        law, *distances = rates.rows({"NAL, points n": points}, OPTIONS)
-        assert law.ours == pytest.approx(exponent)
-        assert law.agrees is agrees
-        assert [row.ours for row in distances] == [pytest.approx(sum(values) / 2) for values in points.values()]
+        exponent_row, *distance_rows = rates.rows({"NAL, points n": points}, OPTIONS)
+        assert exponent_row.ours == pytest.approx(exponent)
+        assert exponent_row.agrees is agrees
+        assert [row.ours for row in distance_rows] == [pytest.approx(sum(values) / 2) for values in points.values()]
 
 
-def test_the_covariances_of_the_rates_do_not_commute():
+def test_the_covariances_in_landscape_rates_do_not_commute():
     first, second, third = rates.landscape().distribution.covariance
     for a, b in ((first, second), (second, third)):
         assert float((a @ b - b @ a).norm()) > 0.01

@@ -16,40 +16,42 @@ CASE = Case("one hard", "softplus", support=30, **NEURONS, minima_differ=True)
 
 
 def minima(nal: float, maml: float, positions: dict[str, list[list[float]]]) -> CaseMinima:
-    """Return minima with risks that differ a little between draws."""
+    """Return the minima of two draws, with these risks of NAL and MAML; that of NAL differs a little between draws."""
     tensors = {name: torch.tensor(points, dtype=torch.float64) for name, points in positions.items()}
     risks = {"NAL": [nal, 1.01 * nal], "MAML": [maml, maml]}
     return CaseMinima(CASE, SampledMinima(CASE.tasks, 4.0, tensors, risks, surfaces={}))
 
 
-def test_claims_agree_only_if_maml_is_nearer_and_better():
+def test_rows_agree_only_if_maml_is_nearer_to_hard_tasks_and_has_a_lower_risk():
     far, near = [[-0.5, -0.5], [-0.51, -0.5]], [[0.5, 0.5], [0.51, 0.5]]
-    good, bad = minima(0.2, 0.1, {"NAL": far, "MAML": near}), minima(0.1, 0.2, {"NAL": near, "MAML": far})
-    for measured, agrees in ((good, True), (bad, False)):
+    as_claimed, opposite = minima(0.2, 0.1, {"NAL": far, "MAML": near}), minima(0.1, 0.2, {"NAL": near, "MAML": far})
+    for measured, agrees in ((as_claimed, True), (opposite, False)):
         rows = {row.name.partition(": ")[2]: row for row in minima_rows(measured)}
         assert rows["mean distance to hard tasks, NAL − MAML"].agrees is agrees
         assert rows["risk of NAL / risk of MAML"].agrees is agrees
     assert rows["risk of NAL / risk of MAML"].ours == pytest.approx(0.5025)
     assert rows["minimum of NAL to hard tasks"].ours == pytest.approx(0.7036, abs=1e-4)
     assert rows["minimum of MAML, first coordinate"].ours == pytest.approx(-0.505)
-    unpublished = good._replace(case=replace(CASE, minima_differ=None))
+    unpublished = as_claimed._replace(case=replace(CASE, minima_differ=None))
     assert all(row.agrees is None for row in minima_rows(unpublished))
 
 
 def test_a_point_beyond_the_bound_is_counted():
-    within = HardTaskPreference(0.5, 0.8, adapted_ratio=0.9, hard_curvatures=(0.1, 0.2), easy_curvatures=(0.3, 0.4))
+    within = HardTaskPreference(
+        alpha=0.5, ratio=0.8, adapted_ratio=0.9, hard_curvatures=(0.1, 0.2), easy_curvatures=(0.3, 0.4)
+    )
     beyond = replace(within, ratio=1.2)
     after, before = theorem_rows([BoundCheck("tanh", 0.5, 3, (within, beyond))])
     assert after.agrees is True
     assert (before.agrees, before.ours) == (False, 1.2)
-    assert before.published == pytest.approx(((1 - 0.15) / (1 - 0.1)) ** 2)
+    assert before.published == pytest.approx(((1 - 0.15) / (1 - 0.1)) ** 2)  # ((1 − αβ₂)/(1 − αL₁))²
     assert "2 of 3 stationary points satisfy the conditions and 1 the bound" in before.note
     assert list(theorem_rows([BoundCheck("tanh", 0.5, 3, ())])) == []
 
 
 def test_theorem_1_holds_at_numerically_found_stationary_points():
     rows = list(theorem_rows(check_theorem("softplus", pairs=2, seed=1)))
-    assert len(rows) == 8
+    assert len(rows) == 8  # for four α, before and after adaptation
     assert all(row.agrees for row in rows)
 
 

@@ -74,9 +74,9 @@ def test_numbers_on_other_data_are_not_compared_with_the_paper(table, finished):
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_a_second_run_reads_the_records_and_trains_nothing(table, finished, monkeypatch):
+def test_a_second_call_reads_the_records_and_trains_nothing(table, finished, monkeypatch):
     options, outcome = finished[table]
-    monkeypatch.setattr(landscape_training_runs, "Trainer", None)
+    monkeypatch.setattr(landscape_training_runs, "Trainer", None)  # training would raise an error
     assert table.EXPERIMENT.run(options) == outcome
     assert table.EXPERIMENT.run(replace(options, only=tuple(table.PUBLISHED)[:1])) == outcome
 
@@ -110,7 +110,7 @@ def two_at_once(monkeypatch) -> None:
     monkeypatch.setitem(interleaved.CONCURRENT_RUNS, "cpu", 2)
 
 
-def two_runs(glyphs, iterations: int) -> list[PlannedRun]:
+def plan_two_runs(glyphs, iterations: int) -> list[PlannedRun]:
     """Return training runs of two small networks with different methods and seeds."""
     tasks, test_tasks = glyphs.tasks("train", queries=2), {"test": glyphs.tasks("test", queries=2)}
     return [
@@ -141,7 +141,7 @@ def test_concurrent_runs_give_the_same_numbers_as_runs_one_after_another(
         return step(trainer)
 
     monkeypatch.setattr(Trainer, "step", step_and_record_seed)
-    planned = two_runs(glyphs, iterations=6)
+    planned = plan_two_runs(glyphs, iterations=6)
     concurrent = ExperimentOptions("quick", out=tmp_path / "concurrent")
     assert train_all(replace(concurrent, minutes=0.0), "table", glyphs, planned) == [None, None]
     records = train_all(concurrent, "table", glyphs, planned)
@@ -164,15 +164,15 @@ def test_concurrent_runs_give_the_same_numbers_as_runs_one_after_another(
 def test_if_one_run_fails_its_error_is_raised_and_the_others_are_saved(glyphs, two_at_once, monkeypatch, tmp_path):
     step = Trainer.step
 
-    def fail(trainer: Trainer) -> bool:
+    def fail_in_the_second_run(trainer: Trainer) -> bool:
         if trainer.config.seed == 1 and trainer.iteration == 3:
             raise InputError("this one fails.")
         return step(trainer)
 
-    monkeypatch.setattr(Trainer, "step", fail)
+    monkeypatch.setattr(Trainer, "step", fail_in_the_second_run)
     options = ExperimentOptions("quick", out=tmp_path, progress=False)
     with pytest.raises(InputError, match="this one fails"):
-        train_all(options, "table", glyphs, two_runs(glyphs, 1000))
+        train_all(options, "table", glyphs, plan_two_runs(glyphs, 1000))
     states = [RunFolder(folder).read("state") for folder in sorted((tmp_path / "runs").iterdir())]
     assert [metadata["iteration"] for _, metadata in states] == [4, 3]
     assert not (tmp_path / "records").exists()
@@ -214,23 +214,23 @@ def record(scores: dict[str, Accuracy], seed: int = 0, images: str = "omniglot a
     return AccuracyRecord("name", {"seed": seed, "images": images}, Machine("cpu", "", "", None), 1.0, scores)
 
 
-NAMES = [f"alphabet {index}" for index in range(48)] + list(SIMILAR_ALPHABETS)
+NAMES = [f"alphabet {index}" for index in range(48)] + list(SIMILAR_ALPHABETS)  # of the 50 alphabets of Omniglot
 
 
-@pytest.mark.parametrize("setting", ["large", "small"])
-@pytest.mark.parametrize("alike", ["hard", "easy", "one of each"])
-def test_splits_of_alphabets_are_disjoint_and_have_the_sizes_of_the_paper(setting, alike):
-    low = {"hard": NAMES[-10:], "easy": NAMES[:10], "one of each": NAMES[39:49]}[alike]
-    ranking = record({name: Accuracy(0.5 if name in low else 0.9, 0.01, 10) for name in NAMES})
-    splits = split_alphabets(NAMES, ranking, setting, seed=3)
+@pytest.mark.parametrize("variant", ["large", "small"])
+@pytest.mark.parametrize("similar_alphabets", ["hard", "easy", "one of each"])
+def test_splits_of_alphabets_are_disjoint_and_have_the_sizes_of_the_paper(variant, similar_alphabets):
+    hard = {"hard": NAMES[-10:], "easy": NAMES[:10], "one of each": NAMES[39:49]}[similar_alphabets]
+    ranking = record({name: Accuracy(0.5 if name in hard else 0.9, 0.01, 10) for name in NAMES})
+    splits = split_alphabets(NAMES, ranking, variant, seed=3)
     assert list(splits) == list(TASK_KINDS)
     assert not any(set(a) & set(b) for a, b in combinations(splits.values(), 2))
-    if setting == "large":
+    if variant == "large":
         assert [len(splits[kind]) for kind in TASK_KINDS] == [25, 5, 15, 5]
-        assert {*splits["hard train"], *splits["hard test"]} == set(low)
+        assert {*splits["hard train"], *splits["hard test"]} == set(hard)
     else:
         assert (splits["hard train"], splits["hard test"]) == (["Sanskrit"], ["Bengali"])
-        assert len(splits["easy train"]) + len(splits["easy test"]) == 40 - len(set(SIMILAR_ALPHABETS) - set(low))
+        assert len(splits["easy train"]) + len(splits["easy test"]) == 40 - len(set(SIMILAR_ALPHABETS) - set(hard))
 
 
 def test_the_split_of_alphabets_depends_on_the_seed():
@@ -262,6 +262,7 @@ def planned(monkeypatch) -> dict[str, PlannedRun]:
 
 
 def points_per_class(environment, ways):
+    """Return the number of support and query points of each class together."""
     tasks = environment.sample(2, torch.Generator().manual_seed(0)).without_split()
     return tasks.support_y.shape[1] / ways
 
@@ -269,9 +270,9 @@ def points_per_class(environment, ways):
 def test_table_1_is_trained_as_in_the_paper(planned, glyphs, monkeypatch):
     monkeypatch.setattr(landscape_table1, "load_images", lambda options: glyphs)
     landscape_table1.measure(ExperimentOptions("paper"))
-    for setting in ("large", "small"):
+    for variant in ("large", "small"):
         for learner, points, lr in (("maml", 11, 1e-3), ("nal-1", 11, 1e-6), ("nal-10", 20, 1e-6)):
-            run = planned[f"{setting}-{learner}"]
+            run = planned[f"{variant}-{learner}"]
             assert run.training == Conv4Training(learner.partition("-")[0], lr, 20_000, batch_size=8, test_tasks=500)
             assert (run.training.steps, run.training.inner_lr, run.training.filters) == (1, 0.1, 64)
             assert points_per_class(run.train_environment, 5) == points
@@ -291,12 +292,17 @@ def test_table_2_is_trained_as_in_the_paper(planned, monkeypatch):
             assert tuple(points_per_class(part, part.ways) for part in run.train_environment.environments) == points
             assert run.train_environment.weights == pytest.approx((1 - share, share))
             assert run.train_environment.outputs == 20
-            forms = [(tasks.ways, tasks.shots, tasks.split) for tasks in map(run.test_environments.get, TASK_KINDS)]
-            assert forms == [(2, 50, "validation"), (20, 5, "validation"), (2, 50, "test"), (20, 5, "test")]
+            test_tasks = [run.test_environments[kind] for kind in TASK_KINDS]
+            assert [(tasks.ways, tasks.shots, tasks.split) for tasks in test_tasks] == [
+                (2, 50, "validation"),
+                (20, 5, "validation"),
+                (2, 50, "test"),
+                (20, 5, "test"),
+            ]
 
 
 def test_records_have_the_keys_of_version_0_1_0(glyphs):
-    plan = two_runs(glyphs, 3)[0].empty_record(ExperimentOptions("quick"), "table", glyphs).plan
+    plan = plan_two_runs(glyphs, 3)[0].empty_record(ExperimentOptions("quick"), "table", glyphs).plan
     keys = ["images", "method", "lr", "iterations", "tasks", "judged", "filters", "steps", "inner_lr", "seed"]
     assert list(plan) == keys
     assert (plan["tasks"], plan["judged"]) == (2, 3)

@@ -46,6 +46,7 @@ def shrink(patch: pytest.MonkeyPatch, glyphs: LabeledImages) -> None:
 
 @pytest.fixture
 def small(monkeypatch, glyphs) -> None:
+    """The experiments have small settings during the test."""
     shrink(monkeypatch, glyphs)
 
 
@@ -61,6 +62,7 @@ def out(glyphs, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def no_training(monkeypatch) -> None:
+    """Let the test fail if a network is trained."""
     monkeypatch.setattr(
         "metabridge.experiments.training_records.train_on_images", lambda *_, **__: pytest.fail("trained")
     )
@@ -77,6 +79,7 @@ def test_records_are_read_instead_of_training_again(small, out, no_training, mon
 
 
 def rows(id: str, out: Path, **options):
+    """Run an experiment, and return the rows of its result by name."""
     return {
         row.name: row
         for row in load_experiment(id).run(ExperimentOptions("quick", out=out, progress=False, **options)).result.rows
@@ -199,7 +202,7 @@ def test_the_ratio_of_hours_compares_the_times_to_the_best_accuracy_that_both_me
 def test_training_runs_have_the_seed_of_the_options(monkeypatch, tmp_path):
     seeds = {}
 
-    def record_seed(options: ExperimentOptions, part: str, name: str, config: ImageTrainingConfig, *_) -> None:
+    def record_seed(options: ExperimentOptions, run_name: str, name: str, config: ImageTrainingConfig, *_) -> None:
         seeds[name] = config.seed
 
     monkeypatch.setattr(mini_imagenet_training_runs, "train_or_load", record_seed)

@@ -28,10 +28,11 @@ def test_equal_cells_overlap_completely():
 
 
 def test_rows_contain_the_overlap_of_edges_and_of_operators():
+    # Two of the 12 operators differ. The edges are the same, because a first node has only two possible inputs.
     other = replace(ARCHITECTURE, normal=(((0, "skip"), (1, "skip")), *ARCHITECTURE.normal[1:]))
     options = ExperimentOptions("quick")
     records = {
-        f"search-{label}": SearchRecord("", {}, MACHINE, 90.0, architecture, 2_000_000, 5, 0)
+        f"search-{label}": SearchRecord("", {}, MACHINE, 90.0, architecture, parameters=1, evaluated=5, failed=0)
         for label, architecture in zip(METANTK.seeds(options), (ARCHITECTURE, other))
     }
     rows = {row.name: row for row in nas_fig2.rows(records, options)}

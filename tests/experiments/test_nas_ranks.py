@@ -26,6 +26,7 @@ from small_searches import MACHINE, SEARCH, small_images
 
 @pytest.fixture
 def small(monkeypatch, glyphs) -> None:
+    """The experiment has small settings and images during the test."""
     config = replace(SETTINGS["quick"].config, iterations=2, validate_every=2, validate_tasks=2, batch_size=8)
     settings = nas_ranks_training_runs.Settings(4, replace(SEARCH, cells=3), config, test_tasks=4, resamples=20)
     monkeypatch.setitem(SETTINGS, "quick", settings)
@@ -95,16 +96,18 @@ def test_failed_proxies_rank_last():
 def test_proxies_are_means_over_repeats_and_accuracies_those_of_test_tasks(glyphs, tmp_path):
     images = small_images(glyphs)
     config = ImageTrainingConfig("mtl", batch_size=1, iterations=1, validate_every=1, validate_tasks=2)
-    run = train_on_images(config, images, progress=False)
+    trained_run = train_on_images(config, images, progress=False)
     architecture = random_architecture(torch.Generator().manual_seed(0))
     search = replace(SEARCH, cells=3, tasks=2, repeats=2)
     settings = replace(SETTINGS["quick"], search=search, test_tasks=20)
-    result = score(ExperimentOptions("quick"), settings, architecture, run, images)
+    result = score(ExperimentOptions("quick"), settings, architecture, trained_run, images)
     file = str(architecture.save(tmp_path / "architecture.json"))
     for proxy, kernel in {**KERNELS, "linear regions": "none"}.items():
         expected = score_model(file, images, replace(search, kernel=kernel)).mean.value
         assert result.proxies[proxy] == pytest.approx(expected, rel=1e-5)
-    validation, test = (evaluate(run, images.tasks(split), tasks=20, seed=0) for split in ("validation", "test"))
+    validation, test = (
+        evaluate(trained_run, images.tasks(split), tasks=20, seed=0) for split in ("validation", "test")
+    )
     assert result.accuracy == test.mean != validation.mean
 
 

@@ -32,7 +32,7 @@ def test_an_interrupted_search_resumes_and_finds_the_same_cells(glyphs, monkeypa
     for _ in range(3):
         with pytest.raises(InputError, match="no part of nas-fig2 is finished"):
             load_experiment("nas-fig2").run(replace(interrupted, minutes=0))
-    assert len(evaluated) == 3
+    assert len(evaluated) == 3  # without time left, each call evaluates one candidate
     resumed = load_experiment("nas-fig2").run(interrupted)
     first, second = (outcome.data["search-regions-5-0"] for outcome in (uninterrupted, resumed))
     assert first.architecture == second.architecture

@@ -42,17 +42,19 @@ def image_sizes(monkeypatch, glyphs) -> list[int]:
 
 
 def run(id: str, out: Path, **options):
+    """Run an experiment at the quick scale."""
     return load_experiment(id).run(ExperimentOptions("quick", out=out, progress=False, **options))
 
 
 def rows(id: str, out: Path, **options):
+    """Run an experiment, and return the rows of its result by name."""
     return {row.name: row for row in run(id, out, **options).result.rows}
 
 
 @pytest.mark.parametrize("id", EXPERIMENTS)
 def test_records_are_read_instead_of_searching_and_training_again(image_sizes, out, tmp_path, id):
     first, second = run(id, out), run(id, out)
-    assert image_sizes == []
+    assert image_sizes == []  # no images were loaded
     assert first.result == second.result
     assert Result.read(first.result.write(tmp_path)).rows == first.result.rows
     load_experiment(id).draw(first, tmp_path / "figure.png")
@@ -145,5 +147,6 @@ def test_searches_use_the_variant_and_training_runs_use_the_seed_of_the_search(i
 
 @pytest.mark.parametrize("id", EXPERIMENTS)
 def test_committed_results_follow_from_their_records(id):
+    # `only` selects a search that has a record, so that nothing is searched or trained even if a record is missing.
     options = ExperimentOptions("paper", out=RESULTS, only=("search-maml-5-0",), progress=False)
     assert load_experiment(id).run(options).result.rows == Result.read(RESULTS / f"{id}.json").rows

@@ -31,7 +31,7 @@ def test_every_score_belongs_to_its_split_shots_penalty_and_seed(glyphs, monkeyp
     options = ExperimentOptions("quick", out=tmp_path, seed=7, progress=False)
     config = ImageTrainingConfig("mtl", batch_size=1, iterations=1, validate_every=1, validate_tasks=2)
     images, evaluation = small_images(glyphs), training_records.Evaluation((1, 5), 2, ())
-    record = training_records.train_or_load(options, "", "brief", config, lambda: images, evaluation)
+    record = training_records.train_or_load(options, "", "short-run", config, lambda: images, evaluation)
     assert {(score.split, score.shots, score.penalty): score.mean for score in record.scores} == {
         (split, shots, penalty): pytest.approx(7000 + 100 * (split == "test") + 10 * shots + penalty)
         for split in ("validation", "test")

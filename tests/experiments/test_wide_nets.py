@@ -38,9 +38,9 @@ def test_results_can_be_read_again_and_figures_are_drawn(module, outcomes, tmp_p
 
 def test_the_losses_stay_within_the_bound_of_the_theorem(outcomes):
     outcome = outcomes[metantk_thm1]
-    for training in outcome.data.by_width[128]:
-        assert len(training.losses) == 12
-        assert all(loss <= outcome.data.bound**t * training.losses[0] for t, loss in enumerate(training.losses))
+    for run in outcome.data.by_width[128]:
+        assert len(run.losses) == 12
+        assert all(loss <= outcome.data.bound**t * run.losses[0] for t, loss in enumerate(run.losses))
     assert all(row.agrees for row in outcome.result.rows if row.name == "loss, width 128")
 
 
@@ -58,27 +58,30 @@ def test_wider_trained_networks_agree_better_with_their_kernels(outcomes):
         assert max(points[256]) < 0.5
 
 
-def test_losses_above_the_bound_and_changes_that_do_not_fall_disagree():
+def test_rows_disagree_if_losses_exceed_the_bound_or_quantities_do_not_decrease_with_the_width():
     falling = TrainingRun(tuple(0.5**step for step in range(10)), path=1.0, kernel_change=1.0, kernel_error=1.0)
     constant = replace(falling, losses=(1.0,) * 10)
-    other = replace(constant, path=1.1, kernel_change=1.1, kernel_error=1.1)
+    constant_other = replace(constant, path=1.1, kernel_change=1.1, kernel_error=1.1)
     measurements = Measurements({8: [falling, falling], 16: [falling, constant]}, bound=0.9, limit=0.6)
-    first, second = metantk_thm1.loss_rows(measurements)
-    assert (first.ours, first.agrees) == (pytest.approx(0.5), True)
-    assert (second.ours, second.agrees) == (pytest.approx(0.75), False)
-    assert "11 of 20 losses of 2 training runs" in second.note
-    measurements = Measurements({8: [constant, other], 16: [constant, other]}, bound=0.9, limit=0.6)
+    width_8, width_16 = metantk_thm1.loss_rows(measurements)
+    assert (width_8.ours, width_8.agrees) == (pytest.approx(0.5), True)
+    assert (width_16.ours, width_16.agrees) == (pytest.approx(0.75), False)
+    assert "11 of 20 losses of 2 training runs" in width_16.note
+    measurements = Measurements({8: [constant, constant_other], 16: [constant, constant_other]}, bound=0.9, limit=0.6)
     exponents = [row for row in metantk_thm1.power_law_rows(measurements) if row.metric.startswith("exponent")]
     assert [row.agrees for row in exponents] == [False, False, None]
     assert all(row.ours == pytest.approx(0) for row in exponents)
 
 
 def test_errors_agree_if_they_fall_with_the_width():
-    flat, falling = ({8: [1.0, 1.1], 16: [x, 1.1 * x], 32: [x**2, 1.1 * x**2]} for x in (1.0, 0.7))
+    flat, falling = (
+        {8: [1.0, 1.1], 16: [factor, 1.1 * factor], 32: [factor**2, 1.1 * factor**2]} for factor in (1.0, 0.7)
+    )
     rows = metantk_thm2.rows({"stopped early": {"maml": flat, "mtl": falling}}, OPTIONS)
     assert [row.agrees for row in rows if row.agrees is not None] == [False, True]
 
 
 def test_all_networks_have_different_seeds():
-    seeds = [s for seed in (0, 1) for of_width in initialization_seeds((8, 16), 3, seed).values() for s in of_width]
+    seeds_by_width = [initialization_seeds((8, 16), 3, seed) for seed in (0, 1)]
+    seeds = [seed for by_width in seeds_by_width for of_width in by_width.values() for seed in of_width]
     assert len(set(seeds)) == 12

@@ -44,7 +44,7 @@ def gaussian_tasks(count: int, shots: list[int], features: int, *, spread: float
     return Tasks((16 * x).round() / 16, y, query, ways)
 
 
-# 25 tasks of each kind: fewer or more examples than features, one shot, unbalanced, separable or overlapping.
+# 25 tasks of each kind: fewer ("wide") or more ("tall") examples than features, one shot, unbalanced, overlapping.
 TASKS = {
     "5-way 5-shot, wide": gaussian_tasks(25, [5] * 5, 64),
     "5-way 1-shot": gaussian_tasks(25, [1] * 5, 32),
@@ -154,7 +154,7 @@ def test_the_ridge_classifier_equals_ridge_of_scikit_learn(tasks, penalty):
 @pytest.mark.parametrize("offset", [0.0, 30.0])
 def test_the_ridge_classifier_is_accurate_in_float32_with_small_penalties_and_large_means(penalty, offset):
     tasks = TASKS["5-way 5-shot, wide"]
-    x, query = tasks.x + offset, (16 * (tasks.query + offset)).round() / 16
+    x, query = tasks.x + offset, (16 * (tasks.query + offset)).round() / 16  # exact in float32
     exact = RidgeClassifier(penalty).fit(x, tasks.y, tasks.ways).scores(query)
     single = RidgeClassifier(penalty).fit(x.float(), tasks.y, tasks.ways).scores(query.float())
     torch.testing.assert_close(single.double(), exact, rtol=1e-4, atol=1e-4)
@@ -373,7 +373,7 @@ SHAPES = {
 every_transformation = pytest.mark.parametrize("transformation", TRANSFORMATIONS.values(), ids=TRANSFORMATIONS.keys())
 every_shape = pytest.mark.parametrize(("shots", "d"), SHAPES.values(), ids=SHAPES.keys())
 both_dtypes = pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-STRENGTHS = (1e-4, 1.0, 1e4)
+STRENGTHS = (1e-4, 1.0, 1e4)  # values of the penalty, or of C
 
 
 def assert_scores(ours: Tensor, theirs: np.ndarray, transformation: Transformation, dtype: torch.dtype) -> None:
@@ -421,7 +421,7 @@ def test_the_hinge_svm_of_raw_features_equals_svc_of_standardized_ones(transform
         reference = svm.SVC(C=C * size**2, kernel="linear", tol=1e-9, decision_function_shape="ovo", max_iter=10**6)
         theirs = reference.fit((points - mean) / size, labels).decision_function((queries - mean) / size)
         if (reference.n_iter_ >= 10**6).any() or (transformation.duplicate_distance and C * size**2 > 1):
-            continue  # libsvm's float32 kernel does not resolve near-duplicates
+            continue  # libsvm has not converged, or its float32 kernel matrix does not resolve near-duplicates
         ours = LinearHead(*head).scores(query)[0] * (-1 if ways == 2 else 1)
         assert_scores(ours.squeeze(-1), theirs, transformation, dtype)
     assert not caplog.records
@@ -432,6 +432,7 @@ def squared_hinge_decisions(points: np.ndarray, sign: np.ndarray, C: float, quer
     points, queries = (np.c_[array, np.ones(len(array))] for array in (points, queries))
     size = np.abs(points).max()
     slack_scale = np.sqrt(2 * C) * size
+    # For α = size² · (dual variables), the squared residual is 2 size² times the dual objective plus a constant.
     system = np.r_[(points * sign[:, None]).T / size, np.eye(len(points)) / slack_scale]
     target = np.r_[np.zeros(points.shape[1]), np.full(len(points), slack_scale)]
     alpha, _ = optimize.nnls(system, target, maxiter=10_000)
@@ -441,7 +442,7 @@ def squared_hinge_decisions(points: np.ndarray, sign: np.ndarray, C: float, quer
 @every_transformation
 @every_shape
 @both_dtypes
-def test_the_squared_hinge_svm_of_raw_features_solves_its_dual(transformation, shots, d, dtype, caplog):
+def test_the_squared_hinge_svm_of_raw_features_equals_the_solution_of_its_dual(transformation, shots, d, dtype, caplog):
     x, y, query, ways = transformation.tasks(shots, d)
     x, query = x.to(dtype), query.to(dtype)
     tall = x.shape[-2] > d
@@ -459,7 +460,7 @@ def test_the_squared_hinge_svm_of_raw_features_solves_its_dual(transformation, s
 @pytest.mark.parametrize(("scale", "C"), [(1e2, 1e10), (1e3, 1e8)])
 def test_the_squared_hinge_svm_of_overlapping_classes_does_not_depend_on_the_scale(scale, C, caplog):
     x, y, query, ways = gaussian_tasks(25, [8] * 5, 6, spread=6.0)
-    # Both penalties are negligible, so scaling the features does not change the scores.
+    # In both fits, C is so large that ½‖w‖² is negligible, so scaling the features does not change the scores.
     scores = SVM(C, normalize=False).fit(scale * x, y, ways).scores(scale * query)
     torch.testing.assert_close(scores, SVM(1e8, normalize=False).fit(x, y, ways).scores(query), rtol=0, atol=1e-3)
     assert not caplog.records
@@ -468,7 +469,7 @@ def test_the_squared_hinge_svm_of_overlapping_classes_does_not_depend_on_the_sca
 @every_transformation
 @every_shape
 @both_dtypes
-def test_logistic_regression_of_raw_features_is_stationary(transformation, shots, d, dtype, caplog):
+def test_the_gradient_is_zero_at_the_logistic_regression_of_raw_features(transformation, shots, d, dtype, caplog):
     x, y, query, ways = transformation.tasks(shots, d)
     x, query = x.to(dtype), query.to(dtype)
     for penalty in (*STRENGTHS, 1e-8):

@@ -1,4 +1,4 @@
-"""Pairwise support vector machines compared with libsvm."""
+"""One-vs-one support vector machines compared with libsvm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_classes_may_have_different_sizes_in_one_batch():
 
 
 def svm_tasks(n: int, d: int, *, shift: float = 1.0, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return tasks with three classes. Features are multiples of 1/16, so that libsvm's float32 kernel is exact."""
+    """Return 20 tasks with three classes. Features are multiples of 1/16, so that libsvm's float32 kernel is exact."""
     labels = torch.arange(n).expand(20, n) % 3
     x = points(20, n, d, seed=seed) + shift * points(20, 3, d, seed=seed + 1)[:, labels[0]]
     return (16 * x).round() / 16, labels
@@ -86,7 +86,7 @@ def test_pairwise_svms_of_few_points_in_many_features_need_no_interior_point_met
     assert decisions(x, labels, C, x).isfinite().all()
 
 
-def test_the_bias_does_not_depend_on_points_at_their_bounds():
+def test_the_bias_is_that_of_libsvm_if_all_dual_variables_are_at_their_bounds():
     x = torch.tensor([[[0.0], [1.0], [10.0], [11.0]]], dtype=torch.float64)
     labels = torch.tensor([[0, 1, 0, 1]])
     _, bias, _ = one_vs_one(x @ x.mT, labels, 2, 0.01)

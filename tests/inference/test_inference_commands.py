@@ -62,9 +62,9 @@ def test_unlabeled_images_have_no_accuracy_and_unreadable_ones_are_listed(
     metabridge_on_cpu, run, folders, query, tmp_path
 ):
     mixed_folder = tmp_path / "mixed"
-    (mixed_folder / "deep" / "er").mkdir(parents=True)
+    (mixed_folder / "sub" / "folder").mkdir(parents=True)
     shutil.copy(query[0][0], mixed_folder / "a.png")
-    shutil.copy(query[0][1], mixed_folder / "deep" / "er" / "b.PNG")
+    shutil.copy(query[0][1], mixed_folder / "sub" / "folder" / "b.PNG")
     (mixed_folder / "broken.png").write_bytes(b"no image")
     (mixed_folder / "notes.txt").write_text("no image either, and none is expected")
     status, printed, errors = metabridge_on_cpu(
@@ -74,7 +74,7 @@ def test_unlabeled_images_have_no_accuracy_and_unreadable_ones_are_listed(
     assert "Accuracy" not in printed
     assert [row["path"] for row in rows_of(tmp_path / "predictions.csv")] == [
         str(mixed_folder / "a.png"),
-        str(mixed_folder / "deep" / "er" / "b.PNG"),
+        str(mixed_folder / "sub" / "folder" / "b.PNG"),
     ]
     assert errors == (
         f"1 of 3 images could not be read:\n  {mixed_folder / 'broken.png'} (it is not an image that Pillow reads)\n"

@@ -71,7 +71,7 @@ def test_pairwise_and_gradient_descent_heads_are_written_too(run, anil, support,
     model = replace(model, method=replace(model.method, test_solver=mb.heads.SVM(loss="hinge")))
     head = json.loads(write_head(FewShotClassifier(model).fit(*support), tmp_path / "pairs.json").read_text())
     assert head["kind"] == "pairwise"
-    assert len(head["weight"]) == len(head["bias"]) == 6
+    assert len(head["weight"]) == len(head["bias"]) == 6  # pairs of four classes
     classifier = FewShotClassifier(anil).fit(*support)
     head = json.loads(write_head(classifier, tmp_path / "linear.json").read_text())
     assert head["kind"] == "linear"

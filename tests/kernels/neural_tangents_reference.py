@@ -1,4 +1,4 @@
-"""Computes the reference kernels of test_architectures.py with neural-tangents.
+"""Computes the reference kernels of test_architectures.py with the JAX library neural-tangents.
 
 It needs a separate environment, and writes reference/vectors.npz and reference/images.npz next to this file:
 
@@ -21,7 +21,7 @@ if find_spec("neural_tangents"):  # pytest imports this file too, to collect doc
     jax.config.update("jax_enable_x64", True)
 
 FOLDER = Path(__file__).parent / "reference"
-HE = (2.0, 0.0)
+HE = (2.0, 0.0)  # weight and bias variance
 BIASED = (1.5, 0.3)
 ACTIVATIONS = ("relu", "leaky-relu", "erf", "gelu", "sin", "cos", "identity")
 

@@ -34,6 +34,7 @@ from metabridge.kernels import (
 REFERENCE = Path(__file__).parent / "reference"  # written by neural_tangents_reference.py
 VECTORS = np.load(REFERENCE / "vectors.npz")
 IMAGES = np.load(REFERENCE / "images.npz")
+# The weight and the bias variance, by the last word of a network's name in VECTORS.
 VARIANCES = {"he": (2.0, 0.0), "biased": (1.5, 0.3)}
 BIASED = {"weight_variance": 1.5, "bias_variance": 0.3}
 
@@ -68,6 +69,7 @@ KERNELS = {
 
 
 def vector_kernel(name: str) -> AnalyticKernel:
+    """Return the kernel of a network in VECTORS, such as "fully_connected 3 relu he" or "residual 3 norm biased"."""
     kind, depth, detail, variances = name.split()
     weight, bias = VARIANCES[variances]
     if kind == "residual":
@@ -101,18 +103,18 @@ def test_kernels_of_images_equal_neural_tangents(name: str) -> None:
         assert difference(result, torch.from_numpy(IMAGES[f"{name}/{key}"])) < 1e-13
 
 
-Layers = dict[str, Tensor]
-Net = Callable[[Layers, Tensor], Tensor]
+Params = dict[str, Tensor]
+Net = Callable[[Params, Tensor], Tensor]
 
 
 def finite_dense(depth: int, width: int, inputs: int, *, skip: bool, norm: bool) -> tuple[Net, dict[str, int]]:
     """Return a network of finite width, whose parameters are standard normal, and the fan-in of each layer."""
     weight, bias = math.sqrt(BIASED["weight_variance"]), math.sqrt(BIASED["bias_variance"])
 
-    def layer(params: Layers, index: int, x: Tensor) -> Tensor:
+    def layer(params: Params, index: int, x: Tensor) -> Tensor:
         return weight / math.sqrt(x.shape[1]) * x @ params[f"{index}.weight"] + bias * params[f"{index}.bias"]
 
-    def net(params: Layers, x: Tensor) -> Tensor:
+    def net(params: Params, x: Tensor) -> Tensor:
         h = layer(params, 0, x)
         for index in range(1, depth):
             if norm:
@@ -124,7 +126,7 @@ def finite_dense(depth: int, width: int, inputs: int, *, skip: bool, norm: bool)
     return net, {str(index): inputs if index == 0 else width for index in range(depth)}
 
 
-def finite_kernels(net: Net, params: Layers, x: Tensor, readout: str) -> tuple[Tensor, Tensor]:
+def finite_kernels(net: Net, params: Params, x: Tensor, readout: str) -> tuple[Tensor, Tensor]:
     """Return Θ and K of a finite network. Names of the parameters of its readout begin with `readout`."""
     params = {name: value.requires_grad_() for name, value in params.items()}
     rows = [torch.autograd.grad(output, list(params.values()), retain_graph=True) for output in net(params, x)]
@@ -144,7 +146,7 @@ def mean_errors(kernels: list[tuple[Tensor, Tensor]], limit: tuple[Tensor, Tenso
 
 
 @pytest.mark.parametrize("architecture", ["plain", "residual", "residual with LayerNorm"])
-def test_ntk_of_finite_nets_approaches_the_kernel_as_one_over_the_root_of_the_width(architecture: str) -> None:
+def test_kernels_of_finite_nets_approach_the_limit_as_one_over_the_root_of_the_width(architecture: str) -> None:
     depth, skip, norm = 4, architecture != "plain", "LayerNorm" in architecture
     kernel = residual_kernel(depth, layer_norm=norm, **BIASED) if skip else fully_connected_kernel(depth, **BIASED)
     x = points(kernel, 4)
@@ -167,12 +169,12 @@ def test_ntk_of_finite_nets_approaches_the_kernel_as_one_over_the_root_of_the_wi
     assert ((errors[64] / errors[1024]) < 7).all()
 
 
-def test_ntk_of_a_finite_convolutional_net_approaches_the_kernel() -> None:
+def test_kernels_of_finite_convolutional_nets_approach_the_limit() -> None:
     kernel = convolutional_kernel([Conv(3), ReLU(), AveragePool(2), Conv(2, padding=0), ReLU(), Flatten(), Dense()])
     x = points(kernel, 3)[:, :, :6, :7]
     limit = kernel.both(x)
 
-    def net(params: Layers, x: Tensor) -> Tensor:
+    def net(params: Params, x: Tensor) -> Tensor:
         def scaled(name: str) -> Tensor:
             return params[name] * math.sqrt(2 / params[name][0].numel())
 
@@ -213,10 +215,10 @@ def exact_relu_kernels(x: Tensor, z: Tensor, depth: int) -> tuple[float, float]:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-7), (torch.float64, 1e-7)])
 def test_kernels_of_twenty_layers_are_accurate_at_every_angle(dtype: torch.dtype, tolerance: float) -> None:
     generator = torch.Generator().manual_seed(0)
-    x, other = torch.randn(2, 50, generator=generator, dtype=torch.float64)
-    other = (other - (other @ x) / (x @ x) * x) * x.norm() / other.norm()
+    x, orthogonal = torch.randn(2, 50, generator=generator, dtype=torch.float64)
+    orthogonal = (orthogonal - (orthogonal @ x) / (x @ x) * x) * x.norm() / orthogonal.norm()
     angles = [0, 1e-9, 1e-8, 3e-8, 1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 0.01, 0.1, 1, 2, 3, 3.14, 3.1415, 3.14159265, math.pi]
-    z = torch.stack([x * math.cos(angle) + other * math.sin(angle) for angle in angles]).to(dtype)
+    z = torch.stack([x * math.cos(angle) + orthogonal * math.sin(angle) for angle in angles]).to(dtype)
     x = x.to(dtype)
     ntk, nngp = fully_connected_kernel(20).both(x[None], z)
     for column, point in enumerate(z):
@@ -244,6 +246,7 @@ def test_kernel_of_equal_points_equals_the_diagonal(dtype: torch.dtype) -> None:
     x = torch.randn(30, 784, generator=torch.Generator().manual_seed(0)).to(dtype)
     same = kernel.ntk(x, x.clone()).diagonal()
     torch.testing.assert_close(same, kernel.ntk(x).diagonal(), rtol=1e-13 if dtype == torch.float64 else 1e-6, atol=0)
+    # Each of the 20 layers adds K(x, x) to Θ(x, x).
     torch.testing.assert_close(same, 20 * 2 * x.square().mean(1), rtol=1e-6, atol=0)
 
 
@@ -257,7 +260,7 @@ def test_kernel_without_z_is_symmetric_and_equals_the_kernel_with_z_equal_to_x(n
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernel_does_not_depend_on_the_tiles(name: str) -> None:
+def test_kernel_does_not_depend_on_the_size_of_the_tiles(name: str) -> None:
     kernel = KERNELS[name]
     x, z = points(kernel, 13), points(kernel, 11, seed=1)
     memories = (2**power for power in range(5, 40))
@@ -302,12 +305,13 @@ class MemoryMeter(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernel_stays_within_its_memory(name: str) -> None:
+def test_kernel_stays_within_its_memory_limit(name: str) -> None:
     kernel = replace(KERNELS[name], memory=2**22 if KERNELS[name].pixel_dims == 4 else 2**20)
     x = points(kernel, 12 if kernel.pixel_dims == 4 else 60 if kernel.pixel_dims else 400)
     with MemoryMeter() as meter:
         kernel.both(x, x.clone())
-    assert meter.peak - 2 * 8 * len(x) ** 2 - 2 * x.nbytes < kernel.memory
+    results_and_inputs = 2 * 8 * len(x) ** 2 + 2 * x.nbytes
+    assert meter.peak - results_and_inputs < kernel.memory
 
 
 @pytest.mark.parametrize("depth", [1, 2, 10, 100])
@@ -358,7 +362,7 @@ def test_pooling_over_windows_of_one_pixel_changes_nothing() -> None:
 
 def test_zero_points_have_a_kernel_if_there_is_a_bias() -> None:
     kernel = fully_connected_kernel(3, bias_variance=0.1)
-    assert kernel.ntk(torch.zeros(1, 4)).item() == pytest.approx(0.6)  # 0.1 + (0.1 + 0.1) + (0.1 + 0.1 + 0.1)
+    assert kernel.ntk(torch.zeros(1, 4)).item() == pytest.approx(0.6)  # sum over 3 layers of K: 0.1, 0.2, 0.3
 
 
 NAN = torch.tensor([[1.0, 2.0], [math.nan, 1.0], [1.0, math.inf]])

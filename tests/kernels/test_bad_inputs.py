@@ -33,6 +33,7 @@ def make_tasks(count=4, shape=(6,), seed=0):
 
 
 def with_point(episodes, field, task, point, value):
+    """Return the episodes with one point of the tensor `field` replaced."""
     x = getattr(episodes, field).clone()
     x[task, point] = value
     return replace(episodes, **{field: x})
@@ -71,11 +72,10 @@ def test_no_more_than_three_points_are_named():
 def test_duplicate_training_points_are_named_and_their_order_explained(learner):
     x = make_tasks().query_x
     order = "queries before supports" if learner.uses_split else "supports before queries"
-    duplicates = {"within a task": (1, 0), "across tasks": (2, 2)}
-    first = 5 * 1 + (1 if learner.uses_split else 3)
-    for task, point in duplicates.values():
-        second = 5 * task + point + (0 if learner.uses_split else 2)
-        low, high = sorted((first, second))
+    original_index = 5 * 1 + (1 if learner.uses_split else 3)  # query 1 of task 1
+    for task, point in ((1, 0), (2, 2)):  # replace query 0 of the same task, or query 2 of another task
+        duplicate_index = 5 * task + point + (0 if learner.uses_split else 2)
+        low, high = sorted((original_index, duplicate_index))
         duplicated = with_point(make_tasks(), "query_x", task, point, x[1, 1])
         message = f"points {low} and {high} of the training tasks are equal.*use a ridge.*, 5 per task, {order}"
         with pytest.raises(InputError, match=message):
@@ -85,8 +85,9 @@ def test_duplicate_training_points_are_named_and_their_order_explained(learner):
 
 def test_task_with_indistinguishable_points_is_named_if_the_matrix_does_not_fit_in_memory():
     """With a linear kernel, one point of task 1 is the sum of the other two. There are no rounding errors."""
-    first, second = torch.eye(4).double()[:3], torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 2, 1, 0]]).double()
-    x = torch.stack([first, second])
+    independent = torch.eye(4).double()[:3]
+    dependent = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 2, 1, 0]]).double()
+    x = torch.stack([independent, dependent])
     train = Episodes(x[:, :2], torch.ones(2, 2, 1).double(), x[:, 2:], torch.ones(2, 1, 1).double())
     linear = KernelLearner(fully_connected_kernel(depth=1, weight_variance=4.0), "mtl", memory=1)
     with pytest.raises(InputError, match=r"training task 1 has a singular kernel matrix.*use a ridge"):

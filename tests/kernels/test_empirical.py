@@ -33,7 +33,7 @@ from metabridge.models.network import with_group_norm
 def test_kernel_of_every_part_equals_the_product_of_explicit_jacobians(name: str, outputs: str) -> None:
     make, shape = NETS[name]
     net, x, z = make(), random_normal(1, 4, *shape), random_normal(2, 3, *shape)
-    head = "last." if name == "unusual" else "head."
+    head = "last." if name == "unusual" else "head."  # start of the names of the last layer's parameters
     parts: dict[str, Callable[[str], bool]] = {
         "all": lambda name: True,
         "head": lambda name: name.startswith(head),
@@ -54,7 +54,7 @@ def test_kernel_of_every_part_equals_the_product_of_explicit_jacobians(name: str
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("outputs", OUTPUTS)
-def test_gpu_path_equals_the_product_of_explicit_jacobians(name: str, outputs: str, use_gpu_path: None) -> None:
+def test_gpu_path_equals_the_product_of_explicit_jacobians(name: str, outputs: str, simulate_gpu_path: None) -> None:
     make, shape = NETS[name]
     net, x, z = make(), random_normal(1, 4, *shape), random_normal(2, 3, *shape)
     exact = explicit_kernel(net, torch.cat([x, z]), torch.cat([x, z]), outputs, lambda name: True)
@@ -66,9 +66,10 @@ def test_gpu_path_equals_the_product_of_explicit_jacobians(name: str, outputs: s
 
 
 @pytest.mark.parametrize("name", NETS)
-def test_only_parameters_outside_supported_layers_need_generic_differentiation(name: str, gpu_path: bool) -> None:
+def test_only_parameters_used_outside_supported_layers_need_vmap_of_jacrev(name: str, gpu_path: bool) -> None:
     make, shape = NETS[name]
     profile = EmpiricalKernel(make(), outputs="full")._prepare("all", random_normal(1, 4, *shape), None)[1].profile
+    # In the network "unusual", the weight of the layer `loose` is also used outside this layer.
     assert profile.generic_names == ({"scale", "loose.weight"} if name == "unusual" else set())
     assert profile.batched_backward == gpu_path
 
@@ -93,7 +94,7 @@ def test_nngp_is_the_gram_matrix_of_the_features(bias: bool) -> None:
 
 @pytest.mark.parametrize("outputs", OUTPUTS)
 @pytest.mark.parametrize("name", NETS)
-def test_results_do_not_depend_on_the_memory(name: str, outputs: str) -> None:
+def test_results_do_not_depend_on_the_memory_limit(name: str, outputs: str) -> None:
     make, shape = NETS[name]
     x, z = random_normal(1, 7, *shape), random_normal(2, 5, *shape)
     kernel = EmpiricalKernel(make(), outputs=outputs)  # type: ignore[arg-type]
@@ -117,7 +118,7 @@ def test_single_precision_agrees_with_double(name: str) -> None:
 
 @pytest.mark.parametrize("name", NETS)
 @pytest.mark.parametrize("outputs", OUTPUTS)
-def test_jacobian_chunks_multiply_to_the_kernel(name: str, outputs: str) -> None:
+def test_product_of_the_jacobian_with_its_transpose_is_the_kernel(name: str, outputs: str) -> None:
     make, shape = NETS[name]
     net, x = make(), random_normal(1, 5, *shape)
     kernel = EmpiricalKernel(net, outputs=outputs)  # type: ignore[arg-type]
@@ -151,7 +152,7 @@ def test_ties_in_overlapping_pooling_windows_have_the_same_gradient_as_autograd(
     )
 
 
-def test_the_network_is_unchanged_after_success_and_failure() -> None:
+def test_computing_a_kernel_does_not_change_the_network_even_if_it_fails() -> None:
     net = with_group_norm(small_conv4("batch"))
     before = [dict(vars(layer)) for layer in net.modules()]
     EmpiricalKernel(net).ntk(random_normal(1, 2, 2, 16, 16))
@@ -161,13 +162,13 @@ def test_the_network_is_unchanged_after_success_and_failure() -> None:
     assert not any(layer._forward_hooks for layer in net.modules())
 
 
-def test_with_group_norm_keeps_scales_and_the_original_network() -> None:
+def test_with_group_norm_copies_scales_and_does_not_change_the_original() -> None:
     net = resnet12(2, 16, 3, widths=(4, 6, 24, 32))
     with torch.no_grad():
         net.features[0].main[1].weight.fill_(2.0)
     copy = with_group_norm(net)
     groups = [layer.num_groups for layer in copy.modules() if isinstance(layer, nn.GroupNorm)]
-    assert sorted(set(groups)) == [4, 6, 12, 16]
+    assert sorted(set(groups)) == [4, 6, 12, 16]  # the largest divisors of the widths up to 16
     assert copy.features[0].main[1].weight.eq(2).all()
     assert dict(copy.named_parameters()).keys() == dict(net.named_parameters()).keys()
     assert copy.recipe is None
@@ -175,6 +176,8 @@ def test_with_group_norm_keeps_scales_and_the_original_network() -> None:
 
 
 class SampleMixing(nn.Module):
+    """A linear layer of the samples minus their mean, if there is more than one sample."""
+
     def __init__(self) -> None:
         super().__init__()
         self.last = nn.Linear(5, 3)
@@ -230,7 +233,7 @@ class Product(nn.Module):
 def test_weight_outside_layers_is_included_even_if_its_gradient_is_zero_at_the_first_sample() -> None:
     kernel, x = EmpiricalKernel(Product(), outputs="sum"), random_normal(1, 4, 3)
     x[0] = 0
-    kernel.ntk(torch.zeros(2, 3, dtype=torch.double))
+    kernel.ntk(torch.zeros(2, 3, dtype=torch.double))  # profiles the network
     assert relative_error(kernel.ntk(x), 2 * x @ x.mT) < 1e-12
 
 
@@ -258,7 +261,7 @@ class TiedAutoencoder(nn.Module):
         return self.head(F.linear(F.relu(self.encoder(x)), self.encoder.weight.T))  # type: ignore[no-any-return]
 
 
-def test_tied_weights_are_detected_with_a_sample_of_zeros() -> None:
+def test_tied_weights_are_detected_even_if_the_first_sample_is_zero() -> None:
     net, x = build_seeded(TiedAutoencoder).double(), random_normal(1, 4, 6)
     x[0] = 0  # the decoder's use of the weights has no gradient here
     kernel = EmpiricalKernel(net, outputs="full")

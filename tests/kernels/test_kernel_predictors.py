@@ -38,7 +38,7 @@ def unit_variance(train, test):
 
 
 def quadratics(seed=0, tasks=20, test_tasks=20):
-    """Return the data of Wang et al. 2021, §5.1, with targets scaled to unit variance."""
+    """Return training and test tasks as in Wang et al. 2021, §5.1, with targets scaled to unit variance."""
     generator = torch.Generator().manual_seed(seed)
     train = Quadratic(shots=5, queries=5).sample(tasks, generator)
     return unit_variance(train, Quadratic().sample(test_tasks, generator))
@@ -56,19 +56,19 @@ def operator_by_definition(gram, time):
     return torch.linalg.solve(gram, torch.eye(len(gram), dtype=gram.dtype) - decay)
 
 
-@pytest.mark.parametrize("outer", [2.0, math.inf])
-@pytest.mark.parametrize(("name", "inner"), [("mtl", 0.0), ("anil", 0.3)])
-def test_prediction_without_a_split_equals_lemma_1(small_tasks, name, inner, outer):
+@pytest.mark.parametrize("outer_time", [2.0, math.inf])
+@pytest.mark.parametrize(("name", "inner_time"), [("mtl", 0.0), ("anil", 0.3)])
+def test_prediction_without_a_split_equals_lemma_1(small_tasks, name, inner_time, outer_time):
     train, test = small_tasks
     tasks = train.without_split()
     x, y, test_time = tasks.support_x, tasks.support_y, 0.7
     ntk, nngp = KERNEL.both(x.flatten(0, 1))
     same_task_mask = torch.block_diag(*torch.ones(4, 10, 10)).bool()
-    decay = torch.block_diag(*(torch.from_numpy(expm(-inner * KERNEL.nngp(points).numpy())) for points in x))
+    decay = torch.block_diag(*(torch.from_numpy(expm(-inner_time * KERNEL.nngp(points).numpy())) for points in x))
     phi = torch.where(same_task_mask, ntk, ntk - nngp) if name == "mtl" else decay @ ntk @ decay
-    weights = decay @ operator_by_definition(phi, outer) @ decay @ y.flatten(0, 1)
-    fitted = KernelLearner(KERNEL, name, inner_time=inner, test_time=test_time, outer_time=outer).fit(train)
-    predictions = fitted.predict(test)
+    weights = decay @ operator_by_definition(phi, outer_time) @ decay @ y.flatten(0, 1)
+    learner = KernelLearner(KERNEL, name, inner_time=inner_time, test_time=test_time, outer_time=outer_time)
+    predictions = learner.fit(train).predict(test)
     for task in range(3):
         query, support = test.query_x[task], test.support_x[task]
         adapted = KERNEL.nngp(query, support) @ operator_by_definition(KERNEL.nngp(support), test_time)
@@ -77,14 +77,14 @@ def test_prediction_without_a_split_equals_lemma_1(small_tasks, name, inner, out
         assert torch.allclose(predictions[task], expected, atol=1e-8)
 
 
-@pytest.mark.parametrize("outer", [2.0, math.inf])
+@pytest.mark.parametrize("outer_time", [2.0, math.inf])
 @pytest.mark.parametrize("name", ["maml", "anil-split"])
-def test_prediction_with_a_split_equals_theorem_2(small_tasks, name, outer):
+def test_prediction_with_a_split_equals_theorem_2(small_tasks, name, outer_time):
     train, test = small_tasks
-    inner = KERNEL.ntk if name == "maml" else KERNEL.nngp
+    inner_kernel = KERNEL.ntk if name == "maml" else KERNEL.nngp
 
     def explained(query, support, time):
-        return inner(query, support) @ operator_by_definition(inner(support), time)
+        return inner_kernel(query, support) @ operator_by_definition(inner_kernel(support), time)
 
     def task_kernel(tasks, others, time, other_time):
         rows = []
@@ -97,16 +97,18 @@ def test_prediction_with_a_split_equals_theorem_2(small_tasks, name, outer):
             rows.append(torch.cat(row, 1))
         return torch.cat(rows)
 
-    s, t = 0.3, 0.7
-    sets = zip(train.query_x, train.query_y, train.support_x, train.support_y)
-    residuals = [y - explained(x, sx, s) @ sy for x, y, sx, sy in sets]
-    weights = operator_by_definition(task_kernel(train, train, s, s), outer) @ torch.cat(residuals)
+    inner_time, test_time = 0.3, 0.7
+    train_sets = zip(train.query_x, train.query_y, train.support_x, train.support_y)
+    residuals = [y - explained(x, sx, inner_time) @ sy for x, y, sx, sy in train_sets]
+    phi = task_kernel(train, train, inner_time, inner_time)
+    weights = operator_by_definition(phi, outer_time) @ torch.cat(residuals)
     inner_only = torch.stack(
-        [explained(x, sx, t) @ sy for x, sx, sy in zip(test.query_x, test.support_x, test.support_y)]
+        [explained(x, sx, test_time) @ sy for x, sx, sy in zip(test.query_x, test.support_x, test.support_y)]
     )
-    expected = inner_only + (task_kernel(test, train, t, s) @ weights).unflatten(0, inner_only.shape[:2])
-    predictions = KernelLearner(KERNEL, name, inner_time=s, test_time=t, outer_time=outer).fit(train).predict(test)
-    assert torch.allclose(predictions, expected, atol=1e-8)
+    test_phi = task_kernel(test, train, test_time, inner_time)
+    expected = inner_only + (test_phi @ weights).unflatten(0, inner_only.shape[:2])
+    learner = KernelLearner(KERNEL, name, inner_time=inner_time, test_time=test_time, outer_time=outer_time)
+    assert torch.allclose(learner.fit(train).predict(test), expected, atol=1e-8)
 
 
 def test_anil_does_not_depend_on_its_inner_time_unless_training_stops_early_or_has_a_ridge():
@@ -227,12 +229,12 @@ def test_many_test_tasks_need_few_calls_of_the_kernel(name):
     fitted = KernelLearner(kernel, name, inner_time=0.3).fit(train)
     kernel.calls = 0
     all_predictions = fitted.predict(test)
-    assert kernel.calls < 80
+    assert kernel.calls < 80  # computing the 300 tasks one by one would take at least 300 calls
     single_predictions = torch.cat([fitted.predict(test[task]) for task in range(5)])
     assert torch.allclose(all_predictions[:5], single_predictions, atol=1e-9)
 
 
-def test_no_kernel_exceeds_the_memory_with_many_support_points(small_tasks):
+def test_no_kernel_matrix_exceeds_the_memory_limit_with_many_support_points(small_tasks):
     train, _ = small_tasks
     points = torch.randn(len(train), 25, *train.query_x.shape[2:], dtype=torch.float64)
     episodes = Episodes.split(points, points[..., :1], shots=24)
@@ -269,7 +271,7 @@ def test_ridge_is_used_if_the_matrix_does_not_fit_in_memory(small_tasks, name, t
 
 
 @pytest.mark.parametrize(("name", "times"), METHODS)
-def test_long_training_with_a_ridge_approaches_training_to_convergence(small_tasks, name, times):
+def test_long_training_with_a_ridge_approaches_training_until_convergence(small_tasks, name, times):
     train, test = small_tasks
     long_trained, converged = (
         KernelLearner(KERNEL, name, **times, outer_time=outer, ridge=0.3).fit(train).predict(test)

@@ -44,7 +44,7 @@ def test_adaptation_and_decay_equal_their_definition_by_gradient_flow(tasks, tim
     assert torch.allclose(adaptation_operator(gram, time), expected, rtol=1e-6 if time == 1e-9 else 1e-10, atol=1e-16)
 
 
-def test_adaptation_for_a_short_time_equals_the_time_even_for_a_singular_matrix():
+def test_adaptation_operator_of_a_short_time_is_time_times_identity_even_for_a_singular_matrix():
     ones = torch.ones(2, 2, dtype=torch.float64)
     assert torch.allclose(adaptation_operator(ones, 1e-12), 1e-12 * torch.eye(2, dtype=torch.float64), rtol=1e-9)
     with pytest.raises(InputError, match="the Gram matrix of the support set is singular"):
@@ -77,7 +77,7 @@ def test_anil_kernel_at_infinite_time_is_the_limit_of_long_times_if_the_features
     torch.testing.assert_close(limit, anil_kernel(kernel, tasks[0], 1e6), rtol=1e-6, atol=1e-6)
 
 
-def test_mtl_kernel_is_the_ntk_within_tasks_and_its_body_part_between_tasks(tasks):
+def test_mtl_kernel_is_the_ntk_within_tasks_and_the_ntk_of_the_body_or_zero_between_tasks(tasks):
     x = tasks[0]
     ntk, nngp = KERNEL.both(x.flatten(0, 1))
     for heads in ("shared", "independent"):
@@ -103,7 +103,7 @@ def test_anil_kernel_applies_the_decay_of_both_tasks(tasks):
 
 @pytest.mark.parametrize("time", [0.3, math.inf])
 @pytest.mark.parametrize("adapts", ["all", "head"])
-def test_meta_ntk_equals_its_four_terms(tasks, adapts, time):
+def test_meta_ntk_equals_the_sum_of_its_four_terms(tasks, adapts, time):
     """Wang et al. 2022, eq. 106, and eq. 112 for ANIL."""
     (x, support), ntk = tasks, KERNEL.ntk
     inner = ntk if adapts == "all" else KERNEL.nngp

@@ -88,10 +88,11 @@ def reversed_samples(net: CustomNet, x: Tensor) -> Tensor:
 
 
 def routed(net: CustomNet, x: Tensor) -> Tensor:
+    """Send each sample through one of two layers, depending on the sign of its first value."""
     x = x.flatten(1)
-    first = x[:, 0] > 0
+    positive = x[:, 0] > 0
     y = x.new_zeros(len(x), 5)
-    for selected, layer in ((first, net.a), (~first, net.b)):
+    for selected, layer in ((positive, net.a), (~positive, net.b)):
         y = y.index_put((selected.nonzero()[:, 0],), layer(x[selected]))
     return net.head(torch.tanh(y))  # type: ignore[no-any-return]
 
@@ -110,15 +111,15 @@ NETWORKS: dict[str, Callable[[], nn.Module]] = {
     ),
     "a norm whose bias is its weight": tied_norm_net,
     "one pool used twice": shared_pool_net,
-    "tied, softmax": lambda: tied_net(lambda y: y.softmax(1)),
-    "tied, centered": lambda: tied_net(lambda y: y - y.mean(1, keepdim=True)),
+    "tied weights, softmax": lambda: tied_net(lambda y: y.softmax(1)),
+    "tied weights, centered outputs": lambda: tied_net(lambda y: y - y.mean(1, keepdim=True)),
     "several rows per sample": lambda: CustomNet(several_rows_per_sample, a=nn.Linear(64, 3), head=linear_head(6)),
     "samples in another order": lambda: CustomNet(reversed_samples, a=nn.Linear(128, 4), head=linear_head(4)),
     "an activation without a vmap rule": lambda: nn.Sequential(
         nn.Flatten(), nn.Linear(128, 5), nn.PReLU(), linear_head(5)
     ),
-    "a layer with more parameters": layer_with_extra_parameter,
-    "positive samples only": lambda: CustomNet(
+    "a layer with an additional parameter": layer_with_extra_parameter,
+    "no finite output at zero": lambda: CustomNet(
         lambda net, x: net.head(torch.tanh(net.a(x.square().sub(1e-9).sqrt().flatten(1)))),
         a=nn.Linear(128, 4),
         head=linear_head(4),
@@ -158,12 +159,12 @@ def weight_norm_net() -> nn.Module:
     )
 
 
-SEQUENCES: dict[str, Callable[[], nn.Module]] = {
+SEQUENCE_NETWORKS: dict[str, Callable[[], nn.Module]] = {
     "GRU": lambda: recurrent_net(nn.GRU),
     "LSTM": lambda: recurrent_net(nn.LSTM),
     "RNN": lambda: recurrent_net(nn.RNN),
     "attention": lambda: attention_net(need_weights=False),
-    "attention with its weights": lambda: attention_net(need_weights=True),
+    "attention that also returns its weights": lambda: attention_net(need_weights=True),
     "transformer": transformer_net,
     "weight norm": weight_norm_net,
 }
@@ -171,9 +172,9 @@ SEQUENCES: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize("name", SEQUENCE_NETWORKS)
 def test_networks_without_forward_mode_derivatives_use_gradients(name: str, training: bool) -> None:
-    net, x = build_seeded(SEQUENCES[name]).train(training), random_normal(1, 3, 5, 6)
+    net, x = build_seeded(SEQUENCE_NETWORKS[name]).train(training), random_normal(1, 3, 5, 6)
     for outputs in ("full", "sum"):
         exact = explicit_kernel(net, x[:2], x, outputs, lambda name: True)
         for strategy in ("auto", "gradients"):
@@ -185,7 +186,7 @@ def test_networks_without_forward_mode_derivatives_use_gradients(name: str, trai
 @pytest.mark.parametrize("name", ["GRU", "weight norm"])
 def test_products_that_pytorch_cannot_compute_are_reported(name: str) -> None:
     with pytest.raises(InputError, match=r"strategy is 'products', but .*Use strategy='gradients' or strategy='auto'"):
-        EmpiricalKernel(build_seeded(SEQUENCES[name]), strategy="products").ntk(random_normal(1, 2, 5, 6))
+        EmpiricalKernel(build_seeded(SEQUENCE_NETWORKS[name]), strategy="products").ntk(random_normal(1, 2, 5, 6))
 
 
 def embedding_net(kind: type[nn.Module]) -> nn.Module:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from cases import CLASSES, METHODS, NETS, WAYS, clusters, odd_episodes, odd_net, small_conv4, smooth_mlp
+from cases import CLASSES, METHODS, NETS, WAYS, clusters, small_conv4, smooth_mlp, unusual_episodes, unusual_net
 from metabridge import Engine, Episodes, InputError, adapt, method, parameters, predict
 from metabridge.environments import Sinusoid
 from metabridge.heads import SVM, NearestCentroid, RidgeClassifier
@@ -60,7 +60,7 @@ def test_the_representation_of_an_adapted_network_is_short():
     ],
 )
 @pytest.mark.parametrize("name", ["maml", "anil"])
-def test_inputs_of_another_shape_raise_an_error_that_names_both(name, net, shape, option):
+def test_inputs_of_another_shape_raise_an_error_that_names_the_shape_and_the_network_option(name, net, shape, option):
     learner, x = method(name), torch.rand(4, *shape)
     labels = torch.tensor([0, 1, 0, 1])
     episodes = Episodes(x[None], labels[None], x[None], labels[None])
@@ -99,7 +99,7 @@ def test_predictions_with_a_test_time_head_equal_the_scores_of_the_fitted_head(h
     assert torch.allclose(predict(learner, net, params, episodes), expected, atol=1e-9)
 
 
-def test_test_time_heads_accept_any_number_of_classes_and_learned_heads_only_their_own():
+def test_test_time_heads_accept_any_number_of_classes_and_learned_heads_at_most_their_outputs():
     net = mlp(4, 2).double()
     episodes = clusters((4,))
     mtl = method("mtl")
@@ -161,7 +161,7 @@ def test_eight_threads_compute_the_same_bits_as_one(make_net):
     ]
     expected = [adapt_and_predict(*args) for args in arguments]
     interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
+    sys.setswitchinterval(1e-5)  # switch threads so often that races would show
     try:
         with ThreadPoolExecutor(THREADS) as pool:
             actual = list(pool.map(lambda args: adapt_and_predict(*args), arguments * 3))
@@ -205,7 +205,7 @@ def test_adaptation_works_in_inference_mode(name):
 @pytest.mark.parametrize("name", ["transformer", "multi-head attention", "attention"])
 def test_adaptation_of_attention_is_the_same_in_training_and_evaluation_mode(name, training):
     """In evaluation mode, PyTorch has a fast path for attention."""
-    learner, net, episodes = METHODS["maml"], odd_net(name), odd_episodes(name)
+    learner, net, episodes = METHODS["maml"], unusual_net(name), unusual_episodes(name)
     params = parameters(learner, net)
     expected = predict(learner, net.train(), params, episodes)
     torch.testing.assert_close(predict(learner, net.train(training), params, episodes), expected)
@@ -215,7 +215,7 @@ def test_adaptation_of_attention_is_the_same_in_training_and_evaluation_mode(nam
     assert all(value.isfinite().all() for value in gradients.values())
 
 
-def test_a_network_created_in_inference_mode_adapts_with_its_buffers():
+def test_a_network_with_buffers_created_in_inference_mode_adapts_like_any_other():
     images = clusters((1, 16, 16)).map_inputs(torch.Tensor.float)
     with torch.inference_mode():
         net = conv4(1, 16, WAYS, filters=4, statistics="running").eval()
@@ -229,6 +229,8 @@ def test_a_network_created_in_inference_mode_adapts_with_its_buffers():
 @pytest.mark.parametrize("name", ["maml", "anil", "mtl"])
 def test_a_network_that_cannot_be_called_with_other_parameters_raises_an_error(name):
     class Holder:
+        """An object that is not a module, so that PyTorch does not find the layer in it."""
+
         def __init__(self, layer):
             self.layer = layer
 

@@ -9,7 +9,7 @@ from torch.backends import cuda
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
-from cases import CLASSES, CONVERGED_PROXIMAL, WAYS, flattened, odd_episodes, odd_net
+from cases import CLASSES, CONVERGED_PROXIMAL, WAYS, flattened, unusual_episodes, unusual_net
 from metabridge import Engine, InputError, meta_gradient, method, parameters
 from metabridge.learners.double_backward import second_derivatives
 from metabridge.models import Network
@@ -48,6 +48,7 @@ def test_attention_is_twice_differentiable_inside_the_context():
 def test_weight_norm_has_the_correct_second_derivative_inside_the_context(dim):
     layer = parametrizations.weight_norm(nn.Linear(4, 3).double(), dim=dim)
     norm = layer.parametrizations.weight
+    # the magnitude and the direction of the weight
     originals = [norm.original0.detach().requires_grad_(), norm.original1.detach().requires_grad_()]
     with second_derivatives(weight_norm=True):
         assert torch.autograd.gradgradcheck(norm[0], originals)
@@ -55,7 +56,8 @@ def test_weight_norm_has_the_correct_second_derivative_inside_the_context(dim):
 
 @pytest.mark.parametrize("name", ["attention", "multi-head attention"])
 def test_imaml_through_attention_matches_finite_differences(name):
-    learner, net, episodes = method("imaml", inner=CONVERGED_PROXIMAL), odd_net(name), odd_episodes(name, tasks=1)
+    learner = method("imaml", inner=CONVERGED_PROXIMAL)
+    net, episodes = unusual_net(name), unusual_episodes(name, tasks=1)
     params = parameters(learner, net, classes=CLASSES)
     engine = Engine(learner, net)
     gradients = engine(params, episodes).gradients
@@ -69,7 +71,7 @@ def test_imaml_through_attention_matches_finite_differences(name):
 
 def test_a_layer_without_second_derivative_raises_an_error_in_second_order_methods():
     net = Network(nn.EmbeddingBag(1000, 4).double(), nn.Linear(4, WAYS).double())
-    episodes = odd_episodes("embedding")
+    episodes = unusual_episodes("embedding")
     meta_gradient(method("fo-maml"), net, parameters(method("fo-maml"), net), episodes)
     for mode in ("loop", "workers", "vectorized"):
         with pytest.raises(InputError, match=r"cannot be differentiated twice.*first-order"):

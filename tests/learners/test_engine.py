@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cases import CLASSES, METHODS, NETS, clusters, flattened, odd_episodes, odd_net, relative_error, smooth_mlp
+from cases import CLASSES, METHODS, NETS, clusters, flattened, relative_error, smooth_mlp, unusual_episodes, unusual_net
 from metabridge import Engine, Episodes, InputError, heads, meta_gradient, method, parameters
 from metabridge.learners import task_gradients
 from metabridge.learners.engine import MAX_CAPTURES, Mode
@@ -124,7 +124,7 @@ def peak_memory(learner, net, episodes, flat) -> int:
     return max(accumulate(event.nbytes() for event in changes))
 
 
-def test_memory_of_the_flat_mode_does_not_grow_with_the_number_of_steps():
+def test_memory_with_flat_hardly_grows_with_the_number_of_steps():
     case = NETS["conv4 with batch norm"]
     net, episodes = case.make(), clusters(case.shape, tasks=1, shots=10)
     peaks = {
@@ -163,7 +163,7 @@ def test_alternating_batch_shapes_are_captured_once_each_with_correct_gradients(
     params = parameters(learner, net)
     gpu_params = {n: v.detach().cuda() for n, v in params.items()}
     engine, reference = Engine(learner, gpu_net, mode="captured"), Engine(learner, net, mode="loop")
-    captures = []
+    captures_by_turn = []
     for turn in range(6):
         episodes = clusters((4,), tasks=3 - turn % 2, shots=2 + turn % 2, seed=turn)
         params = {n: 1.01 * v.detach() for n, v in params.items()}
@@ -172,9 +172,9 @@ def test_alternating_batch_shapes_are_captured_once_each_with_correct_gradients(
         actual = engine(gpu_params, episodes.to("cuda"))
         expected = reference(params, episodes)
         assert relative_error(flattened(actual.gradients).cpu(), flattened(expected.gradients)) < 1e-9
-        captures.append(list(engine._captures.values()))
-    assert len(captures[-1]) == 2
-    assert captures[1] == captures[-1]
+        captures_by_turn.append(list(engine._captures.values()))
+    assert len(captures_by_turn[-1]) == 2
+    assert captures_by_turn[1] == captures_by_turn[-1]
 
 
 @cuda
@@ -256,7 +256,7 @@ def test_unsuitable_episodes_raise_an_error_with_a_clear_message(name, change, m
     assert message in str(error.value)
 
 
-def test_missing_rows_unknown_modes_and_unsuitable_networks_raise_errors():
+def test_a_missing_number_of_classes_an_unknown_mode_and_unsuitable_networks_raise_errors():
     net, episodes = smooth_mlp(), clusters((4,))
     with pytest.raises(InputError, match=r"Pass classes=environment\.classes"):
         parameters(method("mtl"), net)
@@ -284,7 +284,7 @@ def three_threads():
 
 
 @pytest.mark.parametrize("drop", [nn.Dropout(0.3), FunctionalDropout(), nn.RReLU()])
-def test_the_flat_mode_raises_an_error_for_networks_with_dropout(drop):
+def test_flat_raises_an_error_for_networks_with_dropout(drop):
     net = Network(nn.Sequential(nn.Linear(3, 8), drop), nn.Linear(8, 1)).train()
     learner, x = method("maml"), torch.randn(2, 4, 3)
     episodes = Episodes(x, x[..., :1], x + 1, x[..., :1])
@@ -329,27 +329,27 @@ def test_gradients_do_not_depend_on_the_number_of_threads_bit_for_bit(name):
 
 @pytest.mark.parametrize("name", ["maml", "anil", "mtl"])
 def test_buffers_are_updated_once_per_task_and_equally_in_every_mode(name):
-    learner, episodes = METHODS[name], odd_episodes("buffers that move")
+    learner, episodes = METHODS[name], unusual_episodes("buffers that change")
     final_buffers = []
     for mode in ("loop", "workers", "vectorized"):
-        net = odd_net("buffers that move")
+        net = unusual_net("buffers that change")
         params = parameters(learner, net, classes=CLASSES)
         Engine(learner, net, mode=mode)(params, episodes)
         final_buffers.append(dict(net.named_buffers()))
-    layer = odd_net("buffers that move").features.train()
+    layer = unusual_net("buffers that change").features.train()
     for x in (episodes if learner.split else episodes.without_split()).support_x:
         layer(x)
     for buffers in final_buffers:
         torch.testing.assert_close(buffers["features.mean"], layer.mean)
         assert buffers["features.calls"] == len(episodes)
-    net = odd_net("buffers that move").eval()
+    net = unusual_net("buffers that change").eval()
     Engine(learner, net)(params, episodes)
     assert not any(value.any() for value in net.buffers())
 
 
 @pytest.mark.parametrize("name", ["maml", "anil"])
 def test_integer_inputs_are_not_rounded_in_low_precision(name):
-    learner, net = method(name), odd_net("embedding").float()
+    learner, net = method(name), unusual_net("embedding").float()
     tokens = torch.tensor([[[999, 999, 997]], [[995, 993, 991]]])
     episodes = Episodes(tokens, torch.zeros(2, 1, dtype=torch.int64), tokens, torch.ones(2, 1, dtype=torch.int64))
     for mode in ("loop", "workers", "vectorized"):
@@ -373,11 +373,11 @@ def test_whole_numbers_that_bfloat16_rounds_and_integer_inputs_of_float_networks
 
 
 def test_a_network_that_vmap_cannot_run_is_computed_task_by_task_with_one_warning(caplog):
-    class Unusual(nn.Module):
+    class Branching(nn.Module):
         def forward(self, x):
             return x if float(x.detach().sum()) > 1e9 else x.tanh()
 
-    net, episodes = Network(nn.Sequential(nn.Linear(4, 5), Unusual()), nn.Linear(5, 3)).double(), clusters((4,))
+    net, episodes = Network(nn.Sequential(nn.Linear(4, 5), Branching()), nn.Linear(5, 3)).double(), clusters((4,))
     learner = method("maml")
     params = parameters(learner, net)
     task_gradients._warn_about_loop.cache_clear()
@@ -432,7 +432,7 @@ def test_switching_a_layer_to_training_mode_is_noticed():
         engine(params, episodes)
 
 
-def test_a_submodule_of_the_features_named_head_keeps_its_weights():
+def test_a_submodule_of_the_features_named_head_is_not_confused_with_the_head_of_the_network():
     class Features(nn.Module):
         def __init__(self) -> None:
             super().__init__()

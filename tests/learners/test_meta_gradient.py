@@ -15,13 +15,13 @@ from cases import (
     CONVERGED_PROXIMAL,
     METHODS,
     NETS,
-    ODD_FEATURES,
+    UNUSUAL_FEATURES,
     clusters,
     flattened,
-    odd_episodes,
-    odd_net,
     relative_error,
     smooth_mlp,
+    unusual_episodes,
+    unusual_net,
 )
 from metabridge.episodes import Episodes
 from metabridge.learners import Engine, MetaGradient, Method, adapt, method, parameters
@@ -29,7 +29,8 @@ from metabridge.models import Network, mlp
 from metabridge.models.network import Params, apply_features, apply_head
 from metabridge.solvers import Proximal, task_loss
 
-ENGINES = [("loop", False), ("loop", True), ("vectorized", False), ("vectorized", True), ("workers", False)]
+# the options `mode` and `flat` of the engines
+ENGINE_OPTIONS = [("loop", False), ("loop", True), ("vectorized", False), ("vectorized", True), ("workers", False)]
 
 
 def compute(learner: Method, net: Network, params: Params, episodes: Episodes, mode: str = "loop", flat: bool = False):
@@ -37,11 +38,14 @@ def compute(learner: Method, net: Network, params: Params, episodes: Episodes, m
 
 
 def objective(learner: Method, net: Network, params: Params, episodes: Episodes) -> Callable[[Params], Tensor]:
-    """Return the function of the trained parameters whose gradient is the outer gradient of the method."""
+    """Return a function whose gradient at `params` is, by definition, the outer gradient of the method.
+
+    Its argument `weights` has the keys of `params` and shifted values. `params` itself is constant.
+    """
     tasks = [(episodes if learner.split else episodes.without_split())[i] for i in range(len(episodes))]
 
-    def mean_loss(loss: Callable[[Episodes, Params], Tensor], values: list[Params]) -> Tensor:
-        return torch.stack([loss(task, value) for task, value in zip(tasks, values)]).mean()
+    def mean_loss(loss: Callable[[Episodes, Params], Tensor], task_params: list[Params]) -> Tensor:
+        return torch.stack([loss(task, weights) for task, weights in zip(tasks, task_params)]).mean()
 
     def loss_at(weights: Params, x: Tensor, y: Tensor) -> Tensor:
         return learner.loss(apply_head(weights, apply_features(net, weights, x)), y)
@@ -53,7 +57,7 @@ def objective(learner: Method, net: Network, params: Params, episodes: Episodes)
         return adapt(learner, net, weights, task.support_x[0], task.support_y[0]).params
 
     def adapt_first_order(task: Episodes, weights: Params) -> Params:
-        """Adapt, treating support features and inner gradients as constants."""
+        """Adapt `weights` with the support features and inner gradients at `params`, which are constants."""
         body = {name: value for name, value in weights.items() if name.startswith("features.")}
         if learner.training_head == "solved":
             return adapt_to_task(task, params | {n: v for n, v in weights.items() if n.startswith("solver.")}) | body
@@ -61,8 +65,9 @@ def objective(learner: Method, net: Network, params: Params, episodes: Episodes)
         for name, value in adapt_to_task(task, params).items():
             if learner.adapts == "all" or name.startswith("head."):
                 rate_name = f"rates.{name}"
-                ratio = weights[rate_name] / params[rate_name] if rate_name in params else 1.0
-                result[name] = weights[name] - ratio * (params[name] - value)
+                # with constant inner gradients, the sum of all steps is proportional to the learned rate
+                relative_rate = weights[rate_name] / params[rate_name] if rate_name in params else 1.0
+                result[name] = weights[name] - relative_rate * (params[name] - value)
         return result
 
     if learner.outer == "first-order":
@@ -91,16 +96,16 @@ def directional_derivative(
 
 @pytest.mark.parametrize("net_name", NETS)
 @pytest.mark.parametrize("name", METHODS)
-def test_meta_gradient_matches_finite_differences_on_every_engine(name, net_name):
+def test_meta_gradient_matches_finite_differences_in_every_mode(name, net_name):
     case = NETS[net_name]
     learner, net, episodes = case.method(name), case.make(), clusters(case.shape)
     if name == "reptile":  # one step of Reptile is the gradient of lr × the support loss
         learner = method("reptile", steps=1, lr=0.1)
     params = parameters(learner, net, classes=CLASSES)
-    results = {engine: compute(learner, net, params, episodes, *engine) for engine in ENGINES}
+    results = {options: compute(learner, net, params, episodes, *options) for options in ENGINE_OPTIONS}
     reference = flattened(results["loop", False].gradients)
-    for engine, result in results.items():
-        assert relative_error(flattened(result.gradients), reference) < 1e-9, engine
+    for options, result in results.items():
+        assert relative_error(flattened(result.gradients), reference) < 1e-9, options
         assert float(result.loss) == pytest.approx(float(results["loop", False].loss), rel=1e-12)
 
     if name == "reptile":
@@ -122,12 +127,12 @@ def test_meta_gradient_matches_finite_differences_on_every_engine(name, net_name
         assert actual == pytest.approx(expected, rel=1e-6, abs=1e-7 * float(reference.norm()))
 
 
-@pytest.mark.parametrize("net_name", ODD_FEATURES)
+@pytest.mark.parametrize("net_name", UNUSUAL_FEATURES)
 @pytest.mark.parametrize("name", METHODS)
-def test_engines_agree_on_odd_networks_and_exact_gradients_match_finite_differences(name, net_name):
-    learner, net, episodes = METHODS[name], odd_net(net_name), odd_episodes(net_name)
-    is_converged = isinstance(learner.inner, Proximal) and learner.inner is CONVERGED_PROXIMAL
-    if is_converged:  # the test above covers the converged solver
+def test_modes_agree_on_unusual_networks_and_exact_gradients_match_finite_differences(name, net_name):
+    learner, net, episodes = METHODS[name], unusual_net(net_name), unusual_episodes(net_name)
+    has_converged_solver = isinstance(learner.inner, Proximal) and learner.inner is CONVERGED_PROXIMAL
+    if has_converged_solver:  # which is slow, and which the test above covers
         learner = replace(learner, inner=Proximal(steps=3, lr=0.1, cg_steps=2))
     params = parameters(learner, net, classes=CLASSES)
 
@@ -140,7 +145,7 @@ def test_engines_agree_on_odd_networks_and_exact_gradients_match_finite_differen
         other = result(mode)
         assert relative_error(flattened(other.gradients), gradients) < 1e-10, mode
         assert float(other.loss) == pytest.approx(float(reference.loss), rel=1e-12)
-    if learner.outer in ("first-order", "displacement") or is_converged:
+    if learner.outer in ("first-order", "displacement") or has_converged_solver:
         return
     generator = torch.Generator().manual_seed(1)
     direction = {
@@ -164,7 +169,7 @@ def test_burer_monteiro_gradient_matches_finite_differences():
     loss = sum(task_loss(x[i] @ body @ heads[:, i : i + 1], y[i]) for i in range(3)) / 3
     loss = loss + (body.T @ body - heads @ heads.T).square().sum() / 8  # Yüksel et al. 2023, eq. 12
     expected = torch.autograd.grad(loss, [params["features.1.weight"], params["heads.weight"]])
-    for mode, flat in ENGINES:
+    for mode, flat in ENGINE_OPTIONS:
         result = compute(learner, net, params, episodes, mode, flat)
         assert float(result.loss) == pytest.approx(loss.item(), rel=1e-12)
         assert relative_error(result.gradients["features.1.weight"], expected[0]) < 1e-9
@@ -190,7 +195,10 @@ def test_first_order_gradient_differs_from_the_exact_one():
 
 
 def test_imaml_on_a_quadratic_equals_its_closed_form():
-    """With the squared loss of a linear network, θ' = (A + λI)⁻¹(b + λθ) and dL/dθ = λ(A + λI)⁻¹∇L(θ')."""
+    """With the support loss ½θᵀAθ − bᵀθ and the query loss L, θ' = (A + λI)⁻¹(b + λθ) and dL/dθ = λ(A + λI)⁻¹∇L(θ').
+
+    θ is the head of a linear network, up to a constant the support loss is its squared error, and λ is the strength.
+    """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 12, 3, generator=generator, dtype=torch.float64)
     y = torch.randn(1, 12, 1, generator=generator, dtype=torch.float64)
@@ -211,11 +219,12 @@ def test_imaml_on_a_quadratic_equals_its_closed_form():
     assert relative_error(result.gradients["head.weight"][0], expected) < 1e-9
 
 
-def test_head_rows_of_multi_task_learning_equal_separate_heads():
+def test_multi_task_gradients_with_shared_head_rows_equal_those_with_a_head_per_task():
     net, episodes = smooth_mlp(), clusters((4,))
     learner = METHODS["mtl"]
     params = parameters(learner, net, classes=CLASSES)
     unsplit = episodes.without_split()
+    # the row of the head for each task and each way (index of a class in the task)
     heads = {(t, w): params["heads.weight"][c] for t, row in enumerate(unsplit.classes) for w, c in enumerate(row)}
     losses = []
     for task in range(len(unsplit)):
@@ -242,7 +251,7 @@ def test_rfs_is_one_classifier_over_all_training_classes():
     assert float(compute(learner, net, params, episodes).loss) == pytest.approx(expected.item(), rel=1e-12)
 
 
-def test_frozen_and_solved_heads_are_not_trained():
+def test_the_initial_head_is_trained_only_if_the_training_head_is_learned():
     net = smooth_mlp()
     for name in ("anil-frozen", "r2d2", "metaoptnet", "mtl"):
         params = parameters(METHODS[name], net, classes=CLASSES)
@@ -253,7 +262,7 @@ def test_frozen_and_solved_heads_are_not_trained():
 
 
 def test_the_gradient_of_a_custom_loss_matches_finite_differences():
-    """The loss is Σ log cosh of the errors, on regression tasks."""
+    """The loss is the mean of log cosh of the errors, on regression tasks."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 8, 2, generator=generator, dtype=torch.float64)
     episodes = Episodes(x[:, :4], x[:, :4].sin(), x[:, 4:], x[:, 4:].sin())

@@ -47,7 +47,7 @@ def test_without_an_inner_solver_options_change_the_test_solver():
     assert (learner.inner, learner.test_solver) == (None, GradientDescent(steps=3))
 
 
-def test_every_preset_is_tested_on_every_engine():
+def test_every_preset_is_in_the_methods_that_other_tests_share():
     assert PRESETS.keys() - METHODS.keys() == TESTED_ELSEWHERE
 
 

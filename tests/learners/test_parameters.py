@@ -68,6 +68,7 @@ def test_training_does_not_change_frozen_parameters(name: str) -> None:
     run = fit(net, method(name), Sinusoid(), iterations=3, lr=0.01, weight_decay=0.1, batch_size=2, progress=False)
     for values in (run.params, dict(net.named_parameters())):
         unchanged = {key for key, value in before.items() if torch.equal(values[key], value)}
+        # r2d2 solves its head on each support set and does not train it
         assert unchanged == {"features.1.weight", "features.1.bias"} | (
             {"head.weight", "head.bias"} if name == "r2d2" else set()
         )

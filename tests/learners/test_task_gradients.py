@@ -62,8 +62,8 @@ def test_the_gradient_of_the_joint_batch_matches_finite_differences(name):
     engine = Engine(learner, net, mode="vectorized")
     gradients = engine(params, episodes).gradients
     generator = torch.Generator().manual_seed(1)
-    random = {key: torch.randn(value.shape, generator=generator, dtype=value.dtype) for key, value in gradients.items()}
-    for direction in (gradients, random):
+    noise = {key: torch.randn(value.shape, generator=generator, dtype=value.dtype) for key, value in gradients.items()}
+    for direction in (gradients, noise):
         norm, step = flattened(direction).norm(), 2e-7  # a step so small that it crosses no kink
         unit = {key: value / norm for key, value in direction.items()}
         loss_after, loss_before = (
@@ -80,8 +80,9 @@ def test_in_evaluation_the_features_of_an_image_do_not_depend_on_others():
     estimate_statistics(net.features, [clusters(SHAPE, seed=1).support_x.flatten(0, 1)])
     net.eval()
     with torch.no_grad():
-        for actual, images in zip(compute_features(net, params, episodes), (episodes.support_x, episodes.query_x)):
+        in_evaluation = compute_features(net, params, episodes)
+        for features, images in zip(in_evaluation, (episodes.support_x, episodes.query_x)):
             single = torch.stack([torch.cat([net.features(image[None]) for image in task]) for task in images])
-            assert torch.allclose(actual, single, atol=1e-12)
-        joint = compute_features(net.train(), params, episodes)[0]
-    assert not torch.allclose(joint, single[:, : joint.shape[1]], atol=1e-2)  # in training, they do depend on others
+            assert torch.allclose(features, single, atol=1e-12)
+        in_training = compute_features(net.train(), params, episodes)
+    assert not torch.allclose(in_training[0], in_evaluation[0], atol=1e-2)  # in training, they do depend on others

@@ -22,7 +22,7 @@ def random_architectures(count: int, seed: int = 0) -> list[Architecture]:
     return [random_architecture(generator) for _ in range(count)]
 
 
-def test_every_node_has_an_edge_from_every_earlier_source():
+def test_every_node_has_an_edge_from_every_earlier_source_and_there_are_seven_operators():
     assert EDGES == ((0, 0), (0, 1), (1, 0), (1, 1), (1, 2), (2, 0), (2, 1), (2, 2), (2, 3))
     assert len(set(OPERATORS)) == 7
 
@@ -91,7 +91,7 @@ def test_without_removes_an_operator_from_one_edge_only():
     reduced = full.without(("reduction", 4, "skip"))
     assert set(full) - set(reduced) == {("reduction", 4, "skip")}
     assert len(list(full)) == 2 * 9 * 7
-    assert list(reduced) == [choice for choice in full if choice != ("reduction", 4, "skip")]
+    assert list(reduced) == [operator for operator in full if operator != ("reduction", 4, "skip")]
     with pytest.raises(InputError, match="'skip' is not active on edge 4 of the reduction cell"):
         reduced.without(("reduction", 4, "skip"))
     with pytest.raises(InputError, match="'skip' is not active on edge 9 of the normal cell"):
@@ -99,13 +99,13 @@ def test_without_removes_an_operator_from_one_edge_only():
 
 
 def test_at_most_one_per_edge_is_true_when_all_edges_have_one_operator():
-    state = ActiveOperators.full()
-    for kind, edge, operator in list(state):
-        if operator != OPERATORS[edge % 7]:
-            assert not state.at_most_one_per_edge
-            state = state.without((kind, edge, operator))
-    assert state.at_most_one_per_edge
-    assert [set(operators) for operators in state.normal] == [{OPERATORS[edge % 7]} for edge in range(9)]
+    active = ActiveOperators.full()
+    for kind, edge, operator in list(active):
+        if operator != OPERATORS[edge % 7]:  # the one operator that stays active on this edge
+            assert not active.at_most_one_per_edge
+            active = active.without((kind, edge, operator))
+    assert active.at_most_one_per_edge
+    assert [set(operators) for operators in active.normal] == [{OPERATORS[edge % 7]} for edge in range(9)]
 
 
 def test_active_operators_of_an_impossible_network_raise_an_input_error():
@@ -121,24 +121,26 @@ def test_active_operators_of_an_impossible_network_raise_an_input_error():
 def test_the_best_architecture_has_the_best_operator_of_the_two_best_edges():
     """Node 1 has the edges 2, 3 and 4, and node 2 the edges 5 to 8."""
     scores = dict.fromkeys(ActiveOperators.full(), 0.0)
-    high_scores = {(0, "skip"): 2.0, (1, "conv_3x3"): -0.0, (2, "skip"): 1.0, (4, "conv_3x3"): 3.0}
-    high_scores |= {(6, "dil_conv_3x3"): 1.0, (5, "skip"): math.inf}
-    scores |= {("normal", *choice): score for choice, score in high_scores.items()}
+    # scores of the normal cell; on edge 1, all scores are equal, because -0.0 == 0.0
+    new_scores = {(0, "skip"): 2.0, (1, "conv_3x3"): -0.0, (2, "skip"): 1.0, (4, "conv_3x3"): 3.0}
+    new_scores |= {(6, "dil_conv_3x3"): 1.0, (5, "skip"): math.inf}
+    scores |= {("normal", edge, operator): score for (edge, operator), score in new_scores.items()}
     scores["normal", 3, "skip"] = 0.5  # only the third-best edge of its node
     architecture = ActiveOperators.full().best_architecture(scores)
+    first_operator = OPERATORS[0]  # wins if all scores are equal
     assert architecture.normal == (
-        ((0, "skip"), (1, OPERATORS[0])),
+        ((0, "skip"), (1, first_operator)),
         ((0, "skip"), (2, "conv_3x3")),
         ((0, "skip"), (1, "dil_conv_3x3")),
     )
-    first_operator = OPERATORS[0]  # wins because all scores are equal
     assert architecture.reduction == (((0, first_operator), (1, first_operator)),) * 3
 
 
 def test_an_inactive_operator_is_not_selected_even_with_the_best_score():
-    scores = {choice: float(choice[2] == "skip") for choice in ActiveOperators.full()}
-    state = ActiveOperators.full().without(("normal", 0, "skip"))
-    assert state.best_architecture(scores).normal[0] == ((0, OPERATORS[0]), (1, "skip"))
+    full = ActiveOperators.full()
+    scores = {(kind, edge, operator): float(operator == "skip") for kind, edge, operator in full}
+    without_a_skip = full.without(("normal", 0, "skip"))
+    assert without_a_skip.best_architecture(scores).normal[0] == ((0, OPERATORS[0]), (1, "skip"))
 
 
 def test_the_active_operators_of_an_architecture_give_the_same_architecture():
@@ -161,14 +163,14 @@ def test_an_operator_without_a_score_raises_an_input_error(score):
 
 def test_random_architectures_use_all_operators_and_sources_equally_often():
     assert random_architectures(3, seed=5) == random_architectures(3, seed=5)
-    nodes = [
+    pairs_of_nodes = [
         (kind, node, pair)
         for architecture in random_architectures(700)
         for kind in CELLS
         for node in (0, 1, 2)
         for pair in getattr(architecture, kind)[node]
     ]
-    operators = Counter(operator for _, _, (_, operator) in nodes)
-    assert all(abs(operators[name] / 1200 - 1) < 0.12 for name in OPERATORS)  # 1200 ± 32
-    sources = Counter(source for kind, node, (source, _) in nodes if node == 2 and kind == "normal")
-    assert all(abs(sources[source] / 350 - 1) < 0.2 for source in range(4))  # 350 ± 13
+    operators = Counter(operator for _, _, (_, operator) in pairs_of_nodes)
+    assert all(abs(operators[name] / 1200 - 1) < 0.12 for name in OPERATORS)  # standard deviation 32
+    sources = Counter(source for kind, node, (source, _) in pairs_of_nodes if node == 2 and kind == "normal")
+    assert all(abs(sources[source] / 350 - 1) < 0.2 for source in range(4))  # standard deviation 13

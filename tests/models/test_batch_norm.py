@@ -23,7 +23,7 @@ def normalize(weight, bias, x):
 
 
 @pytest.mark.parametrize("shape", [(6, 3), (4, 3, 5, 5)])
-def test_outputs_equal_those_of_pytorchs_batch_norm(shape):
+def test_outputs_equal_those_of_pytorchs_batch_norm_also_under_vmap(shape):
     x, weight, bias = inputs(*shape), inputs(3), inputs(3)
     expected = F.batch_norm(x, None, None, weight, bias, training=True)
     assert torch.allclose(normalize(weight, bias, x), expected, atol=1e-12)
@@ -48,7 +48,7 @@ def test_derivatives_to_second_order_match_finite_differences_with_and_without_v
 
 
 @pytest.mark.parametrize("batched", ["weight", "x", "both"])
-def test_second_order_gradient_through_vmap_equals_that_of_each_task(batched):
+def test_gradient_through_an_inner_gradient_step_under_vmap_equals_that_of_each_task(batched):
     """PyTorch's batch norm gives a wrong result here without an error."""
     x, weight, bias = inputs(2, 4, 3, 2, 2), 1 + inputs(2, 3) / 3, inputs(3)
 
@@ -59,14 +59,16 @@ def test_second_order_gradient_through_vmap_equals_that_of_each_task(batched):
     dims = {"weight": (0, None), "x": (None, 0), "both": (0, 0)}[batched]
     arguments = (weight if dims[0] == 0 else weight[0], x if dims[1] == 0 else x[0])
     through_vmap = torch.func.grad(lambda w, x: torch.func.vmap(loss, dims)(w, x).sum(), argnums=(0, 1))(*arguments)
-    task_arguments = [tuple(a[i] if d == 0 else a for a, d in zip(arguments, dims)) for i in range(2)]
+    task_arguments = [
+        tuple(value if dim is None else value[task] for value, dim in zip(arguments, dims)) for task in range(2)
+    ]
     per_task = [torch.func.grad(loss, argnums=(0, 1))(*task) for task in task_arguments]
     for index, (gradient, dim) in enumerate(zip(through_vmap, dims)):
         expected = torch.stack([task[index] for task in per_task])
         assert torch.allclose(gradient, expected if dim == 0 else expected.sum(0), rtol=1e-9)
 
 
-def test_estimated_statistics_equal_those_of_all_inputs():
+def test_estimated_statistics_are_the_mean_and_variance_of_all_inputs():
     norm = BatchNorm(3, "running").double()
     net = nn.Sequential(norm)
     batches = [5 + 2 * inputs(40, 3), inputs(40, 3)]
@@ -94,17 +96,18 @@ def test_batch_statistics_depend_on_the_other_inputs_also_in_evaluation():
     assert not torch.allclose(norm(x)[:2], norm(x[:2]))
 
 
-def test_pytorch_batch_norms_raise_an_error_and_are_replaced_by_layers_with_the_same_values():
+def test_pytorch_batch_norms_raise_an_error_and_their_replacements_compute_the_same():
     features = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm1d(3)))
     features(torch.randn(20, 4, generator=torch.Generator().manual_seed(0)))
     with pytest.raises(InputError, match=r"Network\.around"):
         Network(features, nn.Linear(3, 2))
     for statistics in ("batch", "running"):
-        ours = replace_batch_norm(features, statistics)
+        replaced = replace_batch_norm(features, statistics)
         x = torch.randn(7, 4, generator=torch.Generator().manual_seed(1))
         assert isinstance(features[1], nn.BatchNorm1d)  # the original is unchanged
+        # PyTorch's layers use batch statistics only in training, and ours with statistics="batch" also in evaluation
         expected = features.eval() if statistics == "running" else features.train()
-        assert torch.allclose(ours.eval()(x), expected(x), atol=1e-5)
+        assert torch.allclose(replaced.eval()(x), expected(x), atol=1e-5)
 
 
 @pytest.mark.parametrize("statistics", ["batch", "running"])
@@ -114,14 +117,15 @@ def test_a_batch_norm_without_weight_or_bias_is_converted_to_one_without(statist
     for name in missing:
         setattr(layer, name, None)
     layer(3 + 2 * inputs(20, 3))
-    ours, x = replace_batch_norm(layer, statistics), inputs(7, 3)
-    assert {name for name, _ in ours.named_parameters()} == {"weight", "bias"} - {*missing}
-    assert str(ours) == f"BatchNorm(3, statistics='{statistics}')"
+    replacement, x = replace_batch_norm(layer, statistics), inputs(7, 3)
+    assert {name for name, _ in replacement.named_parameters()} == {"weight", "bias"} - {*missing}
+    assert str(replacement) == f"BatchNorm(3, statistics='{statistics}')"
     expected = layer.eval() if statistics == "running" else layer.train()
-    assert torch.allclose(ours.eval()(x), expected(x), atol=1e-12)
+    assert torch.allclose(replacement.eval()(x), expected(x), atol=1e-12)
     tasks = torch.stack([x, 2 * x + 1])
-    assert torch.allclose(torch.func.vmap(ours)(tasks), torch.stack([ours(task) for task in tasks]), atol=1e-12)
-    assert torch.autograd.gradgradcheck(torch.func.vmap(ours), tasks.requires_grad_())
+    one_by_one = torch.stack([replacement(task) for task in tasks])
+    assert torch.allclose(torch.func.vmap(replacement)(tasks), one_by_one, atol=1e-12)
+    assert torch.autograd.gradgradcheck(torch.func.vmap(replacement), tasks.requires_grad_())
 
 
 def test_unknown_statistics_raise_an_input_error():

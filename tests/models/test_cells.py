@@ -40,7 +40,10 @@ def count_parameters(module: nn.Module) -> int:
 
 
 def supernet_and_network(**options) -> tuple[Network, Network]:
-    """Return a supernet with the active operators of `ARCHITECTURE`, and its network with the same weights."""
+    """Return a masked supernet and the network of `ARCHITECTURE` with the same weights.
+
+    In the masked supernet, only the operators of `ARCHITECTURE` are active.
+    """
     net = cell_network(ARCHITECTURE, **SMALL, drop_rate=0, seed=1, **options)
     masked = supernet(ActiveOperators.full(), **SMALL, **options)
     missing, surplus = net.load_state_dict(masked.state_dict(), strict=False)
@@ -56,7 +59,7 @@ def supernet_and_network(**options) -> tuple[Network, Network]:
 def test_networks_of_cells_accept_images_of_any_size(make, size):
     net = make(**SMALL, image_channels=1, size=size, outputs=7)
     x = images(2, size, channels=1)
-    assert net.features(x).shape == (2, 3 * 4 * 4)  # three nodes, and channels doubled twice
+    assert net.features(x).shape == (2, 3 * 4 * 4)  # three nodes with 4 channels, doubled twice
     assert net(x).shape == (2, 7)
 
 
@@ -76,6 +79,7 @@ def test_a_cell_has_the_number_of_parameters_counted_by_hand():
     c, stem = 48, 3 * 48
     input_layers = 2 * (stem * c + 2 * c)  # a 1×1 convolution and a norm for each of the two previous cells
     separable = 9 * c + c * c + 2 * c
+    # in the order of NORMAL_CELL; a skip with stride 1 has no parameters
     operators = 2 * separable + 0 + separable + 2 * c + separable + (5 * c * c + 5 * c * c + 2 * c)
     assert count_parameters(cell) == input_layers + operators
 
@@ -84,11 +88,12 @@ def test_a_cell_has_the_number_of_parameters_counted_by_hand():
     input_layers = 2 * (stem * c + 2 * c)
     separable = 9 * c + c * c + 2 * c
     skip = c * c + 2 * c  # with stride 2
+    # in the order of REDUCTION_CELL
     operators = skip + 2 * c + (10 * c * c + 2 * c) + 2 * separable + 0 + separable
     assert count_parameters(reduction_cell) == input_layers + operators
 
 
-def test_published_cells_have_the_published_number_of_parameters():
+def test_published_cells_have_the_published_mean_number_of_parameters():
     """The cells from the public code of Wang et al. 2022 for mini-ImageNet, whose mean in the paper is 1.77 M."""
     sep, dil, conv, fac, pool = "sep_conv_3x3", "dil_conv_3x3", "conv_3x3", "conv_1x5_5x1", "max_pool_3x3"
     published = [
@@ -132,9 +137,9 @@ def test_the_kernel_of_a_masked_supernet_equals_that_of_the_network():
 
 def test_exactly_the_active_operators_get_gradients():
     generator, active = torch.Generator().manual_seed(0), ActiveOperators.full()
-    for choice in list(active):
+    for operator in list(active):
         if torch.rand((), generator=generator) < 0.4:
-            active = active.without(choice)
+            active = active.without(operator)
     net = supernet(ActiveOperators.full(), **SMALL)
     set_active_operators(net, active)
     net(images(3)).square().sum().backward()
@@ -149,24 +154,24 @@ def test_exactly_the_active_operators_get_gradients():
                     assert all(grad is not None and grad.any() for grad in grads)
                 else:
                     assert all(grad is None for grad in grads)
-    others = [value for name, value in net.named_parameters() if ".edges." not in name]
-    assert all(value.grad is not None and value.grad.any() for value in others)
+    outside_operators = [value for name, value in net.named_parameters() if ".edges." not in name]
+    assert all(value.grad is not None and value.grad.any() for value in outside_operators)
 
 
 def test_every_edge_adds_up_its_operators():
     net = supernet(ActiveOperators.full(), **SMALL)
     cell = net.features.cells[0]
-    before, last = images(2, channels=12), images(2, channels=12, seed=1)
+    source_0, source_1 = images(2, channels=12), images(2, channels=12, seed=1)
     convolution = frozenset({"conv_3x3"})
     without_skip = (convolution,) * 9
     with_skip = (convolution, convolution | {"skip"}, *without_skip[2:])
-    difference = cell(before, last, with_skip)[:, :4] - cell(before, last, without_skip)[:, :4]  # of node 0
-    assert torch.allclose(difference, cell.last(last), atol=1e-5)
+    node_0_with_skip, node_0 = (cell(source_0, source_1, active)[:, :4] for active in (with_skip, without_skip))
+    assert torch.allclose(node_0_with_skip - node_0, cell.last(source_1), atol=1e-5)
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_the_fused_forward_pass_equals_that_of_the_modules(masked, monkeypatch):
-    """The kernels are replaced by plain operations; other tests check the kernels."""
+    """The kernels are replaced by PyTorch's operations; `test_fused_layers` checks the kernels."""
     if masked:
         net = supernet(ActiveOperators.full(), **SMALL, norm="batch", statistics="batch")
         set_active_operators(net, ARCHITECTURE.active_operators)
@@ -194,9 +199,10 @@ def test_the_fused_forward_pass_equals_that_of_the_modules(masked, monkeypatch):
         cell_triton_layers, "relu_concat", relu_concat := Mock(side_effect=lambda *maps: F.relu(torch.cat(maps, 1)))
     )
     monkeypatch.setattr(cell_triton_layers, "_with_input", lambda layer, x, *weight: (layer.reference(x, *weight), x))
-    for gradient, expected in zip(loss_and_gradients(), unfused, strict=True):
-        assert (gradient is None) == (expected is None)
-        assert gradient is None or relative_error(gradient, expected) < 1e-9
+    for value, expected in zip(loss_and_gradients(), unfused, strict=True):
+        assert (value is None) == (expected is None)
+        assert value is None or relative_error(value, expected) < 1e-9
+    # called once for each cell except the last, so the fused forward pass was used
     assert relu_concat.call_count == len(net.features.cells) - 1
 
 
@@ -230,25 +236,26 @@ def test_batch_norms_of_cells_have_the_requested_statistics(statistics):
     assert not any(isinstance(layer, nn.GroupNorm) for layer in net.modules())
 
 
-def test_the_same_seed_gives_the_same_weights_with_kaiming_variance():
-    before = torch.get_rng_state()
-    first, again, other = (supernet(ActiveOperators.full(), cells=3, channels=16, seed=seed) for seed in (3, 3, 4))
-    assert torch.equal(before, torch.get_rng_state())
+def test_the_same_seed_gives_the_same_weights_and_their_variance_is_kaimings():
+    rng_state = torch.get_rng_state()
+    net, same, other = (supernet(ActiveOperators.full(), cells=3, channels=16, seed=seed) for seed in (3, 3, 4))
+    assert torch.equal(rng_state, torch.get_rng_state())
     x = images(2)
-    assert torch.equal(first(x), again(x))
-    assert not torch.equal(first(x), other(x))
-    for layer in first.modules():
+    assert torch.equal(net(x), same(x))
+    assert not torch.equal(net(x), other(x))
+    for layer in net.modules():
+        # small layers have too few weights for an accurate estimate of the variance
         if isinstance(layer, nn.Conv2d | nn.Linear) and layer.weight.numel() > 2000:
             variance = 2 / layer.weight[0].numel()
             assert float(layer.weight.detach().var()) == pytest.approx(variance, rel=0.2)
 
 
-def test_drop_path_drops_whole_inputs_and_keeps_the_mean():
+def test_drop_path_drops_all_maps_of_an_image_and_keeps_the_mean():
     torch.manual_seed(0)
     drop = DropPath(0.2)
     out = drop(torch.ones(4000, 2, 3, 3))
     assert torch.equal(out.amax((1, 2, 3)), out.amin((1, 2, 3)))
-    assert float((out == 0).float().mean()) == pytest.approx(0.2, abs=0.02)  # ± 0.006
+    assert float((out == 0).float().mean()) == pytest.approx(0.2, abs=0.02)  # standard deviation 0.006
     assert float(out.mean()) == pytest.approx(1.0, abs=0.03)
     assert torch.equal(drop.eval()(out), out)
     drop.train().rate.fill_(0.0)
@@ -257,10 +264,10 @@ def test_drop_path_drops_whole_inputs_and_keeps_the_mean():
 
 def test_drop_path_applies_to_all_operators_except_identities():
     cell = cell_network(ARCHITECTURE, **SMALL, drop_rate=0.5).features.cells[0]
-    cell.drop.rate.fill_(1 - 1e-7)
+    cell.drop.rate.fill_(1 - 1e-7)  # drops practically everything
     inputs = images(3, channels=12), images(3, channels=12, seed=1)
     nodes = cell(*inputs, ARCHITECTURE.active_operators.normal).split(4, 1)
-    assert torch.equal(nodes[0], cell.last(inputs[1]))  # its skip
+    assert torch.equal(nodes[0], cell.last(inputs[1]))  # the output of its skip
     assert not nodes[1].any()
     assert all(node.any() for node in cell.eval()(*inputs, ARCHITECTURE.active_operators.normal).split(4, 1))
 
@@ -296,7 +303,8 @@ def test_an_architecture_is_trained_and_loaded_by_the_command_line(metabridge, t
     assert Architecture.from_dict(run.net.recipe["architecture"]) == ARCHITECTURE
     assert (run.net.recipe["image_channels"], run.net.recipe["size"]) == (1, 28)
     drops = [layer for layer in run.net.modules() if isinstance(layer, DropPath)]
-    assert [(layer.full_rate, float(layer.rate)) for layer in drops] == [(0.2, 0.0)] * 3  # the rate begins at 0
+    # one layer for each of the three cells; the rate begins at 0
+    assert [(layer.full_rate, float(layer.rate)) for layer in drops] == [(0.2, 0.0)] * 3
     with torch.no_grad():
         assert run.net.eval()(images(2, 28, channels=1)).isfinite().all()
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cases import Attention, MovingBuffers
+from cases import Attention, ChangingBuffers
 from metabridge import InputError
 from metabridge.models import DropPath, conv4, resnet12
 from metabridge.models.forward_behavior import observe
@@ -57,10 +57,10 @@ def test_weight_norm_and_changed_buffers_are_observed():
     x = torch.randn(3, 4)
     assert observe(weight_normed, x).uses_weight_norm
     assert not observe(nn.Linear(4, 5), x).uses_weight_norm
-    moving = MovingBuffers()
-    assert observe(moving, x).changes_buffers
-    assert not moving.mean.any()
-    assert not observe(moving.eval(), x).changes_buffers
+    layer = ChangingBuffers()
+    assert observe(layer, x).changes_buffers
+    assert not layer.mean.any()  # observe calls a copy
+    assert not observe(layer.eval(), x).changes_buffers
     assert not observe(
         conv4(1, 16, filters=4, statistics="running").features, torch.randn(2, 1, 16, 16)
     ).changes_buffers
@@ -97,7 +97,7 @@ def test_a_parameter_that_cannot_be_replaced_raises_an_input_error():
         observe(Hidden(), torch.randn(2, 3))
 
 
-def test_a_forward_pass_that_changes_an_unregistered_tensor_raises_an_input_error():
+def test_a_forward_pass_that_changes_an_unregistered_tensor_or_a_parameter_raises_an_input_error():
     class Centered(nn.Module):
         def __init__(self):
             super().__init__()
@@ -111,6 +111,6 @@ def test_a_forward_pass_that_changes_an_unregistered_tensor_raises_an_input_erro
     with pytest.raises(InputError, match=r"not one of its buffers.*register_buffer"):
         observe(Centered(), torch.randn(2, 3))
     assert not observe(Centered().eval(), torch.randn(2, 3)).changes_buffers
-    table = nn.Embedding(5, 3, max_norm=0.1)
+    embedding = nn.Embedding(5, 3, max_norm=0.1)
     with pytest.raises(InputError, match=r"changes its parameter 'weight'.*max_norm"):
-        observe(table, torch.tensor([1, 2]))
+        observe(embedding, torch.tensor([1, 2]))

@@ -24,8 +24,8 @@ pytestmark = pytest.mark.skipif(
     reason="Triton's kernels need a GPU, or TRITON_INTERPRET=1",
 )
 
-SIZES = [(64, 6, 6), (160, 5, 7), (64, 11, 4)]
-PRECISIONS = [(torch.float32, 2e-5), (torch.bfloat16, 1e-2)]
+SIZES = [(64, 6, 6), (160, 5, 7), (64, 11, 4)]  # channels, height and width of feature maps
+PRECISIONS = [(torch.float32, 2e-5), (torch.bfloat16, 1e-2)]  # dtypes and tolerances
 
 
 def batch_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -58,8 +58,9 @@ def random_weight_and_bias(channels: int, dtype: torch.dtype) -> tuple[Tensor, T
 
 def output_and_grads(function: Callable[..., Tensor], inputs: list[Tensor], seed: int = 1) -> list[Tensor]:
     """Return the output of `function` and its vector-Jacobian products with a random cotangent."""
-    leaves = [output.detach().requires_grad_() for output in inputs]
+    leaves = [value.detach().requires_grad_() for value in inputs]
     output = function(*leaves)
+    # rounded to bfloat16, so that it is the same in all dtypes
     cotangent = torch.randn(output.shape, generator=torch.Generator().manual_seed(seed)).to(torch.bfloat16)
     return [output.detach(), *torch.autograd.grad(output, leaves, cotangent.to(output))]
 
@@ -69,7 +70,7 @@ def compare(
 ) -> None:
     """Compare the outputs and gradients of `function` with those of `reference` in float64."""
     results = output_and_grads(function, inputs)
-    # contiguous because of a PyTorch bug, see `AvgPool`
+    # contiguous, because PyTorch's average pooling has a bug for channels-last inputs, see `AvgPool`
     double_inputs = [value.double().contiguous() for value in inputs]
     for value, expected in zip(results, output_and_grads(reference, double_inputs)):
         assert value.dtype == inputs[0].dtype
@@ -84,7 +85,8 @@ def _fixed_seed_and_precision(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.skipif(not CUDA, reason="too many tiles for a CPU")
 def test_a_map_can_have_more_tiles_than_the_second_axis_of_a_grid_allows():
-    count = 2 + (65_536 * triton_tiles.TILE_ELEMENTS // 64) // (84 * 84)
+    rows_per_tile = triton_tiles.TILE_ELEMENTS // 64  # for 64 channels
+    count = 2 + 65_536 * rows_per_tile // (84 * 84)  # the number of images that need 65 536 tiles, and a bit more
     inputs = [random_maps(64, 84, 84, torch.bfloat16, count=count), *random_weight_and_bias(64, torch.bfloat16)]
     compare(
         lambda *tensors: fused_layers.norm_leaky_relu(*tensors, EPS, SLOPE), reference_norm_leaky_relu, inputs, 1e-2
@@ -148,7 +150,7 @@ def test_first_convolutions_of_maps_equal_those_of_pytorch():
 
 def test_statistics_are_accurate_for_a_mean_of_a_thousand_standard_deviations():
     x = random_maps(64, 9, 9, torch.float32, mean=1000.0)
-    x[0, :, 0, 0] = 0  # so that subtracting the first value does not help
+    x[0, :, 0, 0] = 0  # so that the result is not accurate merely because the first value was subtracted
     inputs = [x, *random_weight_and_bias(64, torch.float32)]
     compare(
         lambda *tensors: fused_layers.norm_leaky_relu(*tensors, EPS, SLOPE), reference_norm_leaky_relu, inputs, 2e-4
@@ -165,7 +167,8 @@ def test_sums_include_the_rows_of_all_programs():
     )
 
 
-def test_the_first_of_equal_values_is_the_maximum():
+def test_residual_pool_takes_the_first_of_equal_values_as_the_maximum():
+    # rounded, so that some values are equal
     main, shortcut = random_maps(64, 4, 4, torch.float32).round(), random_maps(64, 4, 4, torch.float32).round()
     inputs = [main, shortcut, *random_weight_and_bias(64, torch.float32), *random_weight_and_bias(64, torch.float32)]
     compare(lambda *tensors: fused_layers.residual_pool(*tensors, EPS, SLOPE), reference_residual_pool, inputs, 2e-5)
@@ -188,6 +191,7 @@ def test_second_derivatives_equal_those_of_pytorchs_layers(kind):
     compare(gradient_of(lambda *tensors: fused(*tensors, EPS, SLOPE)), gradient_of(reference), inputs, 1e-4)
 
 
+# the layers of `cell_triton_layers`, each with a reference from PyTorch
 LAYERS: dict[str, tuple[Callable[..., tuple[Tensor, Tensor]], Callable[..., Tensor]]] = {
     "conv_1x1": (cell_triton_layers.conv_1x1, F.conv2d),
     "relu": (cell_triton_layers.relu, F.relu),
@@ -229,8 +233,8 @@ def test_a_layer_equals_pytorchs_and_returns_its_input(layer, size, dtype, toler
     fused, reference = LAYERS[layer]
     inputs = random_inputs(layer, *size, dtype)
 
-    def output_and_square_of_input(layer: Callable[..., tuple[Tensor, Tensor]], *tensors: Tensor) -> Tensor:
-        y, x = layer(*tensors)
+    def output_and_square_of_input(function: Callable[..., tuple[Tensor, Tensor]], *tensors: Tensor) -> Tensor:
+        y, x = function(*tensors)
         return torch.cat([y.flatten(), (x * x).flatten()])
 
     compare(lambda *tensors: fused(*tensors)[0], reference, inputs, tolerance)
@@ -242,8 +246,8 @@ def test_a_layer_equals_pytorchs_and_returns_its_input(layer, size, dtype, toler
     )
 
 
-def test_the_first_of_equal_values_in_a_window_is_the_maximum():
-    compare(
+def test_max_pool_takes_the_first_of_equal_values_as_the_maximum():
+    compare(  # rounded inputs, so that some values are equal
         lambda x: cell_triton_layers.max_pool(x, 1)[0],
         LAYERS["max_pool, stride 1"][1],
         [random_maps(16, 6, 5, LOW_PRECISION).round()],
@@ -271,6 +275,7 @@ def test_relu_concat_equals_pytorchs_layers(dtype, tolerance):
 @pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
 @pytest.mark.parametrize("size", SIZES)
 def test_add_norm_equals_pytorchs_layers(size, dtype, tolerance):
+    # a factor for each of seven images, as from drop path with rate 0.2
     factor = torch.tensor([0.0, 1.25, 1.25, 0.0, 1.25, 1.25, 1.25], device=DEVICE)
     inputs = [random_maps(*size, dtype), *random_weight_and_bias(size[0], dtype)]
     for addend in (random_maps(*size, dtype), None):
@@ -297,8 +302,8 @@ def gradient_of(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def test_second_derivatives_of_a_layer_equal_those_of_pytorchs_layer(layer):
     fused, reference = LAYERS[layer]
 
-    def output_and_input(layer: Callable[..., tuple[Tensor, Tensor]], *tensors: Tensor) -> Tensor:
-        y, x = layer(*tensors)
+    def output_and_input(function: Callable[..., tuple[Tensor, Tensor]], *tensors: Tensor) -> Tensor:
+        y, x = function(*tensors)
         return torch.cat([y.flatten(), x.flatten()])
 
     inputs = random_inputs(layer, 16, 5, 4, torch.float32)
@@ -310,7 +315,7 @@ def test_second_derivatives_of_a_layer_equal_those_of_pytorchs_layer(layer):
     )
 
 
-def test_second_derivatives_of_a_node_equal_those_of_pytorchs_layers():
+def test_second_derivatives_of_add_norm_and_relu_concat_equal_those_of_pytorchs_layers():
     factor = torch.tensor([0.0, 1.25, 1.25], device=DEVICE)
     inputs = [random_maps(16, 5, 4, torch.float32, count=3), *random_weight_and_bias(16, torch.float32)]
 

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.skipif(
     reason="Triton's kernels need a GPU, or TRITON_INTERPRET=1",
 )
 
-SIZES = [(64, 6, 6), (160, 5, 7), (32, 11, 4)]
-PRECISIONS = [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)]
+SIZES = [(64, 6, 6), (160, 5, 7), (32, 11, 4)]  # channels (of all tasks together), height and width of feature maps
+PRECISIONS = [(torch.float32, 2e-5), (torch.bfloat16, 2e-2)]  # dtypes and tolerances
 
 
 def random_maps(count, channels, height, width, dtype):
@@ -34,7 +34,8 @@ def random_channel_params(count, channels):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
-def test_batch_norm_and_its_first_and_second_derivatives_equal_pytorchs(size, dtype, tolerance):
+def test_fused_batch_norm_and_its_first_and_second_derivatives_equal_the_unfused_ones(size, dtype, tolerance):
+    # g, u, v and s are named as in `batch_norm._double_backward`
     g, x, u = random_maps(3, *size, dtype)
     weight, bias, v, s = random_channel_params(4, size[0])
     results = fused_tasks.batch_norm(x + 3, weight, bias, 1e-5)
@@ -80,6 +81,7 @@ def test_the_maximum_of_a_window_with_nan_is_nan():
 
 @pytest.mark.parametrize("name", ["maml", "anil"])
 def test_meta_gradients_with_fused_layers_equal_those_of_the_loop(name, monkeypatch):
+    # fuse also on a CPU, in Triton's interpreter
     monkeypatch.setattr(triton_support, "can_fuse_tasks", lambda x: x.dtype == torch.float32 and x.shape[1] % 16 == 0)
     monkeypatch.setattr(task_folding, "is_faster", lambda x: True)
     method_, net = method(name, steps=2, lr=0.03), conv4(3, 20, 5, filters=16).to(DEVICE)

@@ -9,7 +9,7 @@ from metabridge.models import DropBlock, Network, build, conv4, mlp, resnet12, w
 
 
 @pytest.mark.parametrize(
-    ("net", "shape", "dimension"),
+    ("make", "shape", "dimension"),
     [
         (lambda: conv4(1, 28), (1, 28, 28), 32),
         (lambda: conv4(3, 84, filters=64), (3, 84, 84), 1600),
@@ -17,8 +17,8 @@ from metabridge.models import DropBlock, Network, build, conv4, mlp, resnet12, w
         (lambda: mlp(12, 5), (3, 2, 2), 40),
     ],
 )
-def test_features_have_the_dimension_of_the_heads_input(net, shape, dimension):
-    net = net()
+def test_features_have_the_dimension_of_the_heads_input(make, shape, dimension):
+    net = make()
     x = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
     assert net.features(x).shape == (2, dimension)
     assert net(x).shape == (2, 5)
@@ -30,20 +30,20 @@ def test_building_a_network_does_not_seed_the_generators_of_gpus(monkeypatch):
 
 
 def test_the_same_seed_gives_the_same_weights_and_keeps_the_global_random_state():
-    before = torch.get_rng_state()
-    first, again, other = conv4(1, 28, seed=3), conv4(1, 28, seed=3), conv4(1, 28, seed=4)
-    assert torch.equal(before, torch.get_rng_state())
-    assert torch.equal(first.features[0][0].weight, again.features[0][0].weight)
-    assert not torch.equal(first.features[0][0].weight, other.features[0][0].weight)
+    rng_state = torch.get_rng_state()
+    net, same, other = conv4(1, 28, seed=3), conv4(1, 28, seed=3), conv4(1, 28, seed=4)
+    assert torch.equal(rng_state, torch.get_rng_state())
+    assert torch.equal(net.features[0][0].weight, same.features[0][0].weight)
+    assert not torch.equal(net.features[0][0].weight, other.features[0][0].weight)
 
 
 def test_pooling_before_relu_gives_the_same_result():
     net = conv4(1, 28)
     x = torch.randn(3, 1, 28, 28, generator=torch.Generator().manual_seed(0))
-    swapped = x
-    for block in net.features[:4]:
-        swapped = block[2](block[3](block[1](block[0](swapped))))
-    assert torch.equal(net.features(x), swapped.flatten(1))
+    relu_before_pooling = x
+    for convolution, norm, pooling, relu in net.features[:4]:
+        relu_before_pooling = pooling(relu(norm(convolution(relu_before_pooling))))
+    assert torch.equal(net.features(x), relu_before_pooling.flatten(1))
 
 
 def test_resnet12_has_the_published_number_of_weights():
@@ -65,7 +65,7 @@ def test_drop_block_drops_squares_at_its_rate_and_keeps_the_mean():
     assert torch.equal(block.eval()(out), out)
 
 
-def test_any_module_can_be_used_as_features():
+def test_around_accepts_any_module_whose_output_is_a_feature_vector_per_input():
     features = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     net = Network.around(features, torch.randn(2, 3, 8, 8), outputs=7)
     assert net(torch.randn(4, 3, 8, 8)).shape == (4, 7)

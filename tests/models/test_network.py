@@ -44,6 +44,7 @@ def separate_casts(net: Network, params: dict[str, torch.Tensor], x: torch.Tenso
 
 
 def joint_cast(net: Network, params: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    """Return the features in bfloat16, as `apply_features` computes them with one cast of all weights."""
     return apply_features(net, {f"features.{name}": value for name, value in params.items()}, x, torch.bfloat16)
 
 
@@ -53,11 +54,11 @@ def test_derivatives_through_the_joint_cast_equal_those_of_separate_casts_to_sec
     x = torch.randn(6, *((12,) if name == "mlp" else (3, 20, 20)), generator=torch.Generator().manual_seed(0))
     params = {key: value.detach().requires_grad_() for key, value in net.features.named_parameters()}
 
-    def derivatives(features):
-        value = features(net, params, x).square().mean()
-        first = torch.autograd.grad(value, list(params.values()), create_graph=True)
-        squared_norm = sum(grad.square().sum() for grad in first)
-        return [value], first, torch.autograd.grad(squared_norm, list(params.values()), allow_unused=True)
+    def derivatives(compute_features):
+        loss = compute_features(net, params, x).square().mean()
+        gradients = torch.autograd.grad(loss, list(params.values()), create_graph=True)
+        squared_norm = sum(gradient.square().sum() for gradient in gradients)
+        return [loss], gradients, torch.autograd.grad(squared_norm, list(params.values()), allow_unused=True)
 
     for joint, separate in zip(derivatives(joint_cast), derivatives(separate_casts)):
         for value, expected in zip(joint, separate):
@@ -111,7 +112,7 @@ def with_and_without_sharing() -> tuple[Network, Network]:
 def test_shared_parameters_stay_shared_in_repeated_meta_gradients(name: str, mode: Mode) -> None:
     method_, nets, episodes = method(name), with_and_without_sharing(), clusters((4,))
     params = [parameters(method_, net, classes=6) for net in nets]
-    assert params[0].keys() == params[1].keys()  # an optimizer also sees one parameter
+    assert params[0].keys() == params[1].keys()  # an optimizer gets a shared parameter once
     shared, unshared = (Engine(method_, net, mode=mode) for net in nets)
     expected = unshared(params[1], episodes).gradients
     for _ in range(2):
@@ -132,17 +133,17 @@ def test_call_with_params_replaces_shared_parameters_everywhere_and_restores_the
 
 
 @pytest.mark.parametrize("statistics", ["batch", "running"])
-def test_a_batch_norm_that_is_used_several_times_stays_one_layer(statistics: str) -> None:
+def test_a_batch_norm_that_is_used_several_times_is_replaced_by_one_layer(statistics: str) -> None:
     norm, other = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
     other.weight = norm.weight
     block = nn.Sequential(nn.Linear(4, 4), norm, nn.Linear(4, 4), norm)
     net = Network.around(nn.Sequential(block, nn.Sequential(norm, other)), torch.zeros(3, 4), 2, statistics=statistics)
-    first, second = net.features
-    assert isinstance(first[1], BatchNorm)
-    assert first[1] is first[3] is second[0]
-    assert second[1] is not first[1]
-    assert second[1].weight is first[1].weight
-    assert second[1].bias is not first[1].bias
+    new_block, new_norms = net.features
+    assert isinstance(new_block[1], BatchNorm)
+    assert new_block[1] is new_block[3] is new_norms[0]
+    assert new_norms[1] is not new_block[1]
+    assert new_norms[1].weight is new_block[1].weight
+    assert new_norms[1].bias is not new_block[1].bias
     grouped = with_group_norm(net.features, groups=2)
     assert isinstance(grouped[0][1], nn.GroupNorm)
     assert grouped[0][1] is grouped[0][3] is grouped[1][0]

@@ -32,6 +32,7 @@ def test_a_network_that_is_too_large_raises_an_error_before_memory_is_allocated(
 
 
 def test_a_network_of_too_many_layers_raises_an_error(monkeypatch):
+    # the defaults of `values` and `tensors`
     monkeypatch.setattr("metabridge.models.size_limit.SizeLimit.__init__.__defaults__", (2**30, 100))
     for options in ({"width": 1}, {"width": 40}):
         with pytest.raises(InputError, match=r"more than 100 tensors, which is too large to build\."):

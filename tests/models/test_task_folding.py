@@ -44,12 +44,12 @@ def layout(request):
 def first_and_second_gradients(function, *arguments):
     """Return the gradient of a scalar and the gradient of its squared norm, for every argument."""
 
-    def squared_norm(*arguments):
+    def squared_norm_and_gradients(*arguments):
         grads = torch.func.grad(lambda args: function(*args).square().sum())(arguments)
         return sum(value.square().sum() for value in grads), grads
 
-    outer, inner = torch.func.grad(lambda args: squared_norm(*args), has_aux=True)(arguments)
-    return (*inner, *outer)
+    second, first = torch.func.grad(lambda args: squared_norm_and_gradients(*args), has_aux=True)(arguments)
+    return (*first, *second)
 
 
 def compare(function, *arguments):
@@ -67,7 +67,7 @@ def compare(function, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("inputs", "outputs", "options"),
+    ("in_channels", "out_channels", "options"),
     [
         (3, 8, {"padding": 1}),
         (3, 5, {"stride": 2}),  # one of the seven pixels is in no window
@@ -76,9 +76,9 @@ def compare(function, *arguments):
         (2, 3, {"padding": "same"}),
     ],
 )
-def test_folded_convolution_equals_that_of_each_task(layout, inputs, outputs, options):
-    weight = random_inputs(outputs, inputs // options.get("groups", 1), 3, 3)
-    x, bias = random_inputs(2, inputs, 8, 7), random_inputs(outputs)
+def test_folded_convolution_equals_that_of_each_task(layout, in_channels, out_channels, options):
+    weight = random_inputs(out_channels, in_channels // options.get("groups", 1), 3, 3)
+    x, bias = random_inputs(2, in_channels, 8, 7), random_inputs(out_channels)
     compare(lambda x, w, b: F.conv2d(x, w, b, **options), x, weight, bias)
 
 
@@ -111,7 +111,10 @@ def test_vectorized_meta_gradients_equal_those_of_the_loop(layout, name):
 
 
 class CopyCounter(TorchDispatchMode):
-    """Count the copies of feature maps that are wider than 5 pixels and whose number of elements is a multiple of 7."""
+    """Count the copies of feature maps, which are wider than 5 pixels and have a multiple of 7 elements.
+
+    The feature maps of the test have 28 channels; its images have no multiple of 7 elements.
+    """
 
     count = 0
 

@@ -33,9 +33,9 @@ def test_a_timm_backbone_gets_a_head_and_can_be_rebuilt_from_its_recipe():
 
 def test_the_error_for_images_that_a_backbone_does_not_accept_names_it_and_their_size(monkeypatch):
     backbone = nn.Sequential(nn.Conv2d(3, 4, 7), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
-    fake = SimpleNamespace(create_model=lambda name, **options: backbone, is_model=lambda name: True)
-    monkeypatch.setitem(sys.modules, "timm", fake)
-    monkeypatch.setitem(sys.modules, "timm.models", fake)
+    fake_timm = SimpleNamespace(create_model=lambda name, **options: backbone, is_model=lambda name: True)
+    monkeypatch.setitem(sys.modules, "timm", fake_timm)
+    monkeypatch.setitem(sys.modules, "timm.models", fake_timm)
     assert build("timm:seven", size=8).head.in_features == 4
     with pytest.raises(InputError, match=r"'timm:seven', which does not accept .*size=5 \(.*Kernel size.*Use another"):
         build("timm:seven", size=5)

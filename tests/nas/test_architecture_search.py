@@ -43,11 +43,11 @@ def test_search_equals_a_run_of_its_configuration(glyphs: LabeledImages) -> None
     config = small_search("none", operators=("skip",))
     result, expected = search(glyphs, **asdict(config), progress=False), run_search(glyphs, config, progress=False)
     assert result.architecture == expected.architecture
-    assert result.evaluated == expected.evaluated == 19
+    assert result.evaluated == expected.evaluated == 19  # the whole network, and one without each of 18 operators
 
 
 @pytest.mark.parametrize("kernel", ["maml", "anil", "ntk"])
-def test_a_search_uses_its_kernel_time_and_ridge(kernel: str) -> None:
+def test_the_proxy_of_a_search_has_its_kernel_time_and_ridge(kernel: str) -> None:
     config = SearchConfig(kernel, adaptation_time=2.0, ridge=0.5)
     assert config.condition_number == ConditionNumber(kernel, 2.0, 0.5)
 
@@ -170,7 +170,7 @@ def test_patches_cover_all_positions_and_channels() -> None:
 
 
 def test_regions_are_counted_in_a_network_of_one_channel() -> None:
-    features = thin_supernet(two_operators_per_edge(), seed=0, patch_count=9).features
+    features = thin_supernet(two_operators_per_edge(), seed=0, patch_count=9).features  # its stem has three channels
     assert (len(features.cells), features.channels, features.stem[0].layer.out_channels) == (3, 1, 3)
 
 

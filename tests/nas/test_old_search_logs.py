@@ -18,6 +18,7 @@ from metabridge.nas import Architecture, SearchConfig, run_search
 STORED_SEARCH = Path(__file__).parent.parent / "data" / "v0.1.0" / "search"
 CONFIG = SearchConfig(cells=3, channels=2, tasks=1, ways=2, repeats=1, region_inputs=20, operators=("skip", "conv_3x3"))
 ARCHITECTURE = Architecture.load(STORED_SEARCH / "architecture.json")
+EVALUATED = (1 + 18 * 2) + (1 + 18)  # per round: the whole network, and one without each operator on the 18 edges
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,7 @@ def test_a_finished_search_is_read_without_computing_scores_again(images: Labele
     log_before = (folder / "search.jsonl").read_text()
     result = run_search(images, CONFIG, out=folder, progress=False)
     assert result.architecture == ARCHITECTURE
-    assert result.evaluated == 56
+    assert result.evaluated == EVALUATED
     added_lines = (folder / "search.jsonl").read_text().removeprefix(log_before).splitlines()
     assert len(added_lines) == 1
     assert added_lines[0].startswith('{"seconds": ')
@@ -47,7 +48,7 @@ def test_an_unfinished_search_is_continued(images: LabeledImages, folder: Path) 
     (folder / "architecture.json").unlink()
     result = run_search(images, CONFIG, out=folder, progress=False)
     assert log.read_text().startswith("".join(lines))
-    assert result.evaluated == 56
+    assert result.evaluated == EVALUATED
     assert result.architecture == Architecture.load(folder / "architecture.json") == ARCHITECTURE
 
 

@@ -31,6 +31,7 @@ ADAPTED_PART = {"maml": "all", "anil": "head"}
 
 
 def make_tasks(tasks: int, ways: int, shots: int, queries: int, *shape: int) -> Episodes:
+    """Return tasks with random inputs of a shape. All labels are 0, because no proxy uses them."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(count: int) -> tuple[Tensor, Tensor]:
@@ -41,7 +42,7 @@ def make_tasks(tasks: int, ways: int, shots: int, queries: int, *shape: int) -> 
 
 
 @pytest.mark.parametrize(("time", "ridge"), [(math.inf, 1e-3), (1.0, 1e-5), (0.3, 0.0)])
-@pytest.mark.parametrize("sizes", [(1, 2, 1, 1), (3, 5, 1, 1), (2, 3, 2, 4)])
+@pytest.mark.parametrize("sizes", [(1, 2, 1, 1), (3, 5, 1, 1), (2, 3, 2, 4)])  # tasks, ways, shots, queries
 @pytest.mark.parametrize("kernel", ["maml", "anil"])
 def test_condition_number_is_that_of_the_meta_ntk(
     kernel: str, sizes: tuple[int, int, int, int], time: float, ridge: float
@@ -126,7 +127,7 @@ def test_running_out_of_memory_reduces_the_candidates_per_pass(monkeypatch: pyte
 
     monkeypatch.setattr(CandidateKernels, "_run_copies", run_at_most_two)
     matrices_of_removal = dict(CandidateKernels(net, active, x, 8).matrices(removals))
-    assert pass_sizes == [8, 4, 2, 2, 2, 2, 1]
+    assert pass_sizes == [8, 4, 2, 2, 2, 2, 1]  # 8 and 4 did not fit
     assert list(matrices_of_removal) == removals
     for removal, matrices in matrices_of_removal.items():
         torch.testing.assert_close(matrices.ntk, expected[removal].ntk, rtol=1e-12, atol=1e-12)
@@ -294,8 +295,8 @@ def test_a_duplicate_support_image_is_reported_if_there_is_no_ridge() -> None:
 @pytest.mark.parametrize("seed", range(8))
 def test_an_eigenvalue_of_the_support_kernel_lost_in_rounding_is_reported(seed: int) -> None:
     torch.manual_seed(seed)
-    net = nn.Sequential(nn.Linear(30, 16), nn.Tanh(), nn.Linear(16, 6))  # K has the rank 17
-    tasks = make_tasks(1, 6, 3, 1, 30)
+    net = nn.Sequential(nn.Linear(30, 16), nn.Tanh(), nn.Linear(16, 6))  # K has rank 17: 16 features and 1
+    tasks = make_tasks(1, 6, 3, 1, 30)  # 18 support images
     for dtype in (torch.float64, torch.float32):
         score = ConditionNumber("anil", ridge=0.0)(net.to(dtype), tasks.to(dtype=dtype))
         assert "is singular" in str(score.failure)
@@ -304,6 +305,7 @@ def test_an_eigenvalue_of_the_support_kernel_lost_in_rounding_is_reported(seed: 
 @pytest.mark.parametrize("kernel", ["maml", "anil"])
 @pytest.mark.parametrize("seed", range(4))
 def test_cancellation_by_adaptation_is_reported(kernel: str, seed: int) -> None:
+    """For almost equal images, the MetaNTK is a small difference of large kernel values."""
     tasks = make_tasks(2, 5, 1, 1, 784)
     similar_images = replace(tasks, support_x=0.8 + 3e-3 * tasks.support_x, query_x=0.8 + 3e-3 * tasks.query_x)
     net, proxy = mlp(784, 5, seed=seed), ConditionNumber(kernel)

@@ -71,7 +71,9 @@ def test_each_round_removes_the_operator_of_least_value_from_every_edge(tmp_path
 def test_count_evaluations_is_the_number_of_networks_that_are_scored() -> None:
     score = ScoreByFormula()
     prune(ALL_OPERATORS, score, repeats=2)
-    expected = 2 * (18 * 27 + 6 + 18 + 1)
+    # Per repeat: six rounds, in which each of 18 edges has 7, 6, ..., 2 operators to remove, and the last round, which
+    # removes each of 18. Every round also scores the network with all operators.
+    expected = 2 * (18 * (7 + 6 + 5 + 4 + 3 + 2) + 6 + 18 + 1)
     assert len(score.calls) == len(set(score.calls)) == count_evaluations(ALL_OPERATORS, 2) == expected
 
 
@@ -137,7 +139,7 @@ def test_scores_after_a_damaged_line_are_computed_again(
     with caplog.at_level(logging.WARNING, "metabridge"):
         assert prune(ALL_OPERATORS, resumed_search, repeats=1, search_log=SearchLog(file, {})) == expected
     assert f"Line 101 of {file} is damaged" in caplog.text
-    assert len(resumed_search.calls) == count_evaluations(ALL_OPERATORS, 1) - 99
+    assert len(resumed_search.calls) == count_evaluations(ALL_OPERATORS, 1) - 99  # line 1 contains the settings
 
 
 @pytest.mark.parametrize("first_line", ["garbage", "[1]", "{}", '{"settings": 5}'])
@@ -164,6 +166,7 @@ def test_importance_is_the_sum_of_two_ranks() -> None:
             OPERATOR_C: make_scores((20, 110)),
         }
     )
+    # rank by condition number + rank by regions
     assert ranks == {OPERATOR_A: 0 + 2, OPERATOR_B: 1 + 0, OPERATOR_C: 2 + 1}
 
 
@@ -273,8 +276,8 @@ def test_every_changed_digit_of_a_log_is_detected(tmp_path: Path) -> None:
         assert scores_read.items() <= expected.items()
 
 
-@pytest.mark.parametrize("checksum", [True, False])
-def test_a_damaged_log_is_read_in_part_or_rejected(tmp_path: Path, checksum: bool) -> None:
+@pytest.mark.parametrize("with_checksums", [True, False])
+def test_a_damaged_log_is_read_in_part_or_rejected(tmp_path: Path, with_checksums: bool) -> None:
     file, rng = tmp_path / "search.jsonl", random.Random(0)
     search_log = SearchLog(file, {"seed": 1, "time": "inf"})
     for repeat in range(3):
@@ -282,7 +285,7 @@ def test_a_damaged_log_is_read_in_part_or_rejected(tmp_path: Path, checksum: boo
         search_log.add_scores(0, repeat, OPERATOR_A, scores)
     search_log.add_round(0, [OPERATOR_A])
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    if not checksum:
+    if not with_checksums:
         lines = [{key: value for key, value in line.items() if key != "crc32"} for line in lines]
     for _ in range(300):
         texts = [json.dumps(line).encode() for line in lines]

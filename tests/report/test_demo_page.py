@@ -87,15 +87,16 @@ def test_the_page_says_how_to_run_it_again(outcome, tmp_path):
 
 def test_frames_are_green_if_and_only_if_the_prediction_is_correct(outcome):
     run = outcome.data.runs["anil"]
-    episodes = outcome.data.test_tasks.sample(3, torch.Generator().manual_seed(0))
+    episodes = outcome.data.test_environment.sample(3, torch.Generator().manual_seed(0))
+    # (tasks, classes, queries per class)
     num_correct = (run.predict(episodes).argmax(-1) == episodes.query_y).view(3, 5, 15)[:, :, :2].sum().item()
     canvas = np.asarray(task_pictures.picture(run, episodes, queries_per_class=2).axes[0].images[0].get_array())
     counts = {}
     for color in (task_pictures.CORRECT, task_pictures.WRONG):
         counts[color] = int((np.abs(canvas - to_rgb(color)).max(-1) < 1e-3).sum())
-    frame = 34 * 34 - 28 * 28
+    frame_pixels = 34 * 34 - 28 * 28  # 3 pixels around an image of 28×28 pixels
     num_wrong = 3 * 5 * 2 - num_correct
-    assert counts == {task_pictures.CORRECT: num_correct * frame, task_pictures.WRONG: num_wrong * frame}
+    assert counts == {task_pictures.CORRECT: num_correct * frame_pixels, task_pictures.WRONG: num_wrong * frame_pixels}
 
 
 @pytest.mark.parametrize("x_axis", ["iterations", "seconds"])

@@ -10,8 +10,8 @@ from metabridge.report.loss_surface_figures import MARKS, draw_loss_surface
 def test_a_label_has_the_same_mark_in_all_panels():
     losses = torch.linspace(0, 1, 25, dtype=torch.float64).reshape(5, 5)
     panels = Figure().subplots(1, 2)
-    for axes, first in zip(panels, ([(0.0, 0.0)], [])):
-        draw_loss_surface(axes, losses, 2.0, "loss", {"first": first, "second": [(1.0, -1.0), (1.5, 0.5)]})
+    for axes, first_points in zip(panels, ([(0.0, 0.0)], [])):
+        draw_loss_surface(axes, losses, 2.0, "loss", {"first": first_points, "second": [(1.0, -1.0), (1.5, 0.5)]})
         (marks,) = (collection for collection in axes.collections if collection.get_label() == "second")
         assert marks.get_sizes().tolist() == [MARKS[1][2]]
         assert marks.get_offsets().tolist() == [[1.0, -1.0], [1.5, 0.5]]

@@ -8,7 +8,7 @@ from metabridge.solvers import Problem, RidgeSolver, task_loss
 
 
 @pytest.mark.parametrize("penalty", [1e-3, 1e-6])
-def test_ridge_regression_of_equal_points_is_accurate_in_float32(penalty):
+def test_ridge_regression_with_two_equal_points_is_accurate_in_float32(penalty):
     generator = torch.Generator().manual_seed(0)
     x, y = 5 * torch.randn(5, 64, generator=generator), torch.randn(5, 3, generator=generator)
     x[1] = x[0]

@@ -29,7 +29,7 @@ every_c = pytest.mark.parametrize("C", [0.01, 0.1, 1.0, 10.0])
 
 
 def duality_gap(x: Tensor, labels: Tensor, alpha: Tensor, C: float) -> Tensor:
-    """Return the primal objective for the weights of α minus the dual objective."""
+    """Return the primal objective at the weight that belongs to α, minus the dual objective at α."""
     weight = alpha @ x
     scores = x @ weight.mT
     true_scores = scores.gather(-1, labels[..., None])
@@ -47,6 +47,7 @@ def duality_gap(x: Tensor, labels: Tensor, alpha: Tensor, C: float) -> Tensor:
 def test_crammer_singer_closes_the_duality_gap(n, d, C):
     x, labels = unit_tasks(10, n, d)
     one_hot = torch.nn.functional.one_hot(labels, 5).mT.double()
+    # The unknowns of this quadratic program are α / C.
     A = torch.eye(n, dtype=torch.float64).expand(10, 5, n, n)
     solution = solve_qp(
         C * (x @ x.mT)[:, None], one_hot, A, x.new_zeros(10, n), torch.full_like(one_hot, -torch.inf), one_hot

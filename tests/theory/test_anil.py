@@ -49,8 +49,8 @@ def make_environment(mean: tuple[float, ...] | None = None, **changes: int) -> S
     return SharedRepresentation(7, VARIANCES, mean, NOISE, shots=6, **changes)
 
 
-def random_net(seed: int = 0, width: int = 4) -> tuple[Tensor, Tensor]:
-    """Return a representation and a head far from the limit."""
+def random_parameters(seed: int = 0, width: int = 4) -> tuple[Tensor, Tensor]:
+    """Return a representation B and a head w, far from the limit of training."""
     generator = seeded(seed)
     representation = torch.randn(7, width, generator=generator, dtype=torch.float64)
     return 0.7 * representation, torch.randn(width, generator=generator, dtype=torch.float64)
@@ -59,7 +59,7 @@ def random_net(seed: int = 0, width: int = 4) -> tuple[Tensor, Tensor]:
 def sample_tasks(
     environment: SharedRepresentation, tasks: int, points: int, seed: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return parameters, points and targets of tasks in float64."""
+    """Return the parameters θ, the points and the targets of tasks, in float64."""
     generator = seeded(seed)
     basis = environment.representation
     center = torch.zeros(environment.rank) if environment.mean is None else torch.tensor(environment.mean)
@@ -71,28 +71,28 @@ def sample_tasks(
     return theta, x, (x @ theta[..., None])[..., 0] + noise
 
 
-def mean_equals(samples: Tensor, value: Tensor, errors: float = 5.0) -> bool:
-    """Return whether the mean over the first axis equals the value within some standard errors in every entry."""
-    error = samples.std(0) / math.sqrt(len(samples))
-    return bool(((samples.mean(0) - value).abs() <= errors * error).all())
+def mean_equals(samples: Tensor, value: Tensor) -> bool:
+    """Return whether the mean over the first axis equals the value within 5 standard errors in every entry."""
+    standard_error = samples.std(0) / math.sqrt(len(samples))
+    return bool(((samples.mean(0) - value).abs() <= 5.0 * standard_error).all())
 
 
 @pytest.mark.parametrize("mean", MEANS.values(), ids=MEANS)
 def test_moments_of_adapted_heads_equal_those_of_sampled_tasks(mean):
-    B, w = random_net()
+    B, w = random_parameters()
     environment = make_environment(mean)
-    first, second = adapted_head_moments(B, w, TaskMoments.from_environment(environment), SETTINGS)
+    head_mean, head_second = adapted_head_moments(B, w, TaskMoments.from_environment(environment), SETTINGS)
     _, x, y = sample_tasks(environment, 30_000, 6, 1)
     errors = x @ (B @ w) - y
     heads = w - SETTINGS.alpha * ((errors[:, None] @ x)[:, 0] / 6) @ B
-    assert mean_equals(heads, first)
-    assert mean_equals(heads[:, :, None] * heads[:, None, :], second)
+    assert mean_equals(heads, head_mean)
+    assert mean_equals(heads[:, :, None] * heads[:, None, :], head_second)
 
 
 @pytest.mark.parametrize("mean", MEANS.values(), ids=MEANS)
 def test_population_step_is_the_mean_of_steps_on_sampled_tasks(mean):
-    """A step on N tasks is a mean over tasks, so many runs of few tasks scatter around the population step."""
-    B, w = random_net()
+    """A step on finitely many tasks is a mean over tasks, so those of many runs scatter around the population step."""
+    B, w = random_parameters()
     runs, tasks = 300, 100
     environment = make_environment(mean, pool=runs * tasks)
     points = TaskPoints(
@@ -106,22 +106,22 @@ def test_population_step_is_the_mean_of_steps_on_sampled_tasks(mean):
 
 
 def test_population_step_equals_the_published_equations_5_to_7():
-    B, w = random_net()
+    B, w = random_parameters()
     environment = make_environment()
     basis, sigma = environment.representation, torch.diag(torch.tensor(VARIANCES, dtype=torch.float64))
     a, m, eye = SETTINGS.alpha, SETTINGS.m_in, torch.eye(4, dtype=torch.float64)
-    shrunk, shared = eye - a * B.mT @ B, basis @ sigma @ basis.mT
-    total = (B @ w).square().sum() + sum(VARIANCES) + NOISE
-    heads = shrunk @ torch.outer(w, w) @ shrunk + a**2 * B.mT @ shared @ B
-    inner = torch.outer(B @ w, B @ w) + shared + total * torch.eye(7, dtype=torch.float64)
-    heads = heads + a**2 / m * B.mT @ inner @ B
+    shrunk, theta_second = eye - a * B.mT @ B, basis @ sigma @ basis.mT
+    target_variance = (B @ w).square().sum() + sum(VARIANCES) + NOISE
+    head_second = shrunk @ torch.outer(w, w) @ shrunk + a**2 * B.mT @ theta_second @ B
+    sampling_term = torch.outer(B @ w, B @ w) + theta_second + target_variance * torch.eye(7, dtype=torch.float64)
+    head_second = head_second + a**2 / m * B.mT @ sampling_term @ B
     next_B, next_w = population_step(B, w, TaskMoments.from_environment(environment), SETTINGS)
     torch.testing.assert_close(next_w, w - SETTINGS.beta * shrunk @ B.mT @ B @ w)
-    torch.testing.assert_close(next_B, B - SETTINGS.beta * B @ heads + a * SETTINGS.beta * shared @ B)
+    torch.testing.assert_close(next_B, B - SETTINGS.beta * B @ head_second + a * SETTINGS.beta * theta_second @ B)
 
 
-def test_infinite_points_are_the_limit_of_many_points_on_the_same_tasks():
-    B, w = random_net()
+def test_a_step_with_infinitely_many_points_per_task_is_the_limit_of_many_points():
+    B, w = random_parameters()
     tasks = TaskMoments.from_tasks(make_environment(pool=30).task_parameters, NOISE)
     many, infinite = (population_step(B, w, tasks, AnilSettings(0.1, 0.1, m)) for m in (1e9, math.inf))
     for near, exact in zip(many, infinite):
@@ -129,11 +129,11 @@ def test_infinite_points_are_the_limit_of_many_points_on_the_same_tasks():
 
 
 @pytest.mark.parametrize(("name", "adapts"), [("fo-anil", "head"), ("fo-maml", "all")])
-def test_a_step_on_finite_tasks_equals_that_of_the_librarys_learner(name, adapts):
+def test_a_step_on_finitely_many_tasks_equals_that_of_the_librarys_learner(name, adapts):
     runs = [make_environment(pool=9, seed=seed) for seed in (0, 1)]
-    nets = [random_net(seed) for seed in (0, 1)]
+    starts = [random_parameters(seed) for seed in (0, 1)]
     points = TaskPoints.from_episodes([environment.tasks for environment in runs]).to("cpu", torch.float64)
-    B, w = (torch.stack(part) for part in zip(*nets))
+    B, w = (torch.stack(part) for part in zip(*starts))
     stepped = first_order_step(B, w, points, SETTINGS, adapts)
     learner = method(name, steps=1, lr=SETTINGS.alpha)
     for run, environment in enumerate(runs):
@@ -141,11 +141,11 @@ def test_a_step_on_finite_tasks_equals_that_of_the_librarys_learner(name, adapts
         with torch.no_grad():
             module.features[1].weight.copy_(B[run].mT)
             module.head.weight.copy_(w[run][None])
-        theta = meta_gradient(
+        gradients = meta_gradient(
             learner, module, parameters(learner, module), environment.tasks.to(dtype=torch.float64)
         ).gradients
-        torch.testing.assert_close(stepped[0][run], B[run] - SETTINGS.beta * theta["features.1.weight"].mT)
-        torch.testing.assert_close(stepped[1][run], w[run] - SETTINGS.beta * theta["head.weight"][0])
+        torch.testing.assert_close(stepped[0][run], B[run] - SETTINGS.beta * gradients["features.1.weight"].mT)
+        torch.testing.assert_close(stepped[1][run], w[run] - SETTINGS.beta * gradients["head.weight"][0])
 
 
 def test_single_precision_steps_agree_with_double_precision():
@@ -165,7 +165,7 @@ def test_single_precision_steps_agree_with_double_precision():
 @pytest.mark.parametrize("adapts", ["head", "all"])
 def test_captured_steps_on_a_gpu_equal_those_on_a_cpu(adapts):
     points = TaskPoints.from_episodes([make_environment(pool=50, seed=seed).tasks for seed in (0, 1)])
-    B, w = (torch.stack(part) for part in zip(random_net(0), random_net(1)))
+    B, w = (torch.stack(part) for part in zip(random_parameters(0), random_parameters(1)))
     final_params = []
     for device in ("cpu", "cuda"):
         task_points = points.to(device, torch.float64)
@@ -179,8 +179,12 @@ def test_captured_steps_on_a_gpu_equal_those_on_a_cpu(adapts):
 
 
 @pytest.fixture(scope="module")
-def converged_net() -> tuple[SharedRepresentation, AnilSettings, Tensor, Tensor]:
-    """Return a converged net as wide as the representation. Wider ones converge only like 1/t, as they unlearn."""
+def converged_run() -> tuple[SharedRepresentation, AnilSettings, Tensor, Tensor]:
+    """Return the environment, the settings, and B and w after convergence.
+
+    The network is as wide as the true representation. Wider networks also have to unlearn orthogonal directions, and
+    converge only like 1/t.
+    """
     environment, settings = make_environment(), AnilSettings(0.4, 0.4, 6)
     B, w = initial_parameters(7, 2, settings.alpha, seeded())
     tasks = TaskMoments.from_environment(environment)
@@ -189,12 +193,12 @@ def converged_net() -> tuple[SharedRepresentation, AnilSettings, Tensor, Tensor]
     return environment, settings, B, w
 
 
-def test_population_steps_converge_to_the_limit_of_theorem_1(converged_net):
-    environment, settings, B, w = converged_net
+def test_population_steps_converge_to_the_limit_of_theorem_1(converged_run):
+    environment, settings, B, w = converged_run
     sigma = torch.diag(torch.tensor(VARIANCES, dtype=torch.float64))
-    inside = environment.representation.mT @ B
+    coordinates = environment.representation.mT @ B
     expected = limiting_gram(sigma, NOISE, settings)
-    assert (inside @ inside.mT - expected).abs().max() < 1e-6
+    assert (coordinates @ coordinates.mT - expected).abs().max() < 1e-6
     assert spectrum(B, environment.representation).orthogonal_largest < 1e-6
     assert (B @ w).norm() < 1e-6
     # The equation as printed by Yüksel et al. 2023:
@@ -203,42 +207,42 @@ def test_population_steps_converge_to_the_limit_of_theorem_1(converged_net):
     torch.testing.assert_close(expected, printed)
 
 
-def test_a_mean_of_the_tasks_changes_the_initial_function_but_not_the_limit():
+def test_parameters_converge_to_a_nonzero_mean_of_the_tasks_and_to_the_same_gram_matrix():
     environment, settings = make_environment((1.0, -0.5)), AnilSettings(0.4, 0.4, 6)
     B, w = initial_parameters(7, 2, settings.alpha, seeded())
     tasks = TaskMoments.from_environment(environment)
     for _ in range(2500):
         B, w = population_step(B, w, tasks, settings)
-    inside = environment.representation.mT @ B
+    coordinates = environment.representation.mT @ B
     sigma = torch.diag(torch.tensor(VARIANCES, dtype=torch.float64))
     torch.testing.assert_close(B @ w, tasks.mean, atol=1e-6, rtol=0)
-    torch.testing.assert_close(inside @ inside.mT, limiting_gram(sigma, NOISE, settings), atol=1e-5, rtol=0)
+    torch.testing.assert_close(coordinates @ coordinates.mT, limiting_gram(sigma, NOISE, settings), atol=1e-5, rtol=0)
 
 
-def test_wide_nets_unlearn_orthogonal_directions_within_the_bound_and_like_1_over_t():
+def test_wide_networks_unlearn_orthogonal_directions_within_the_bound_and_like_1_over_t():
     environment, settings = make_environment(), AnilSettings(0.2, 0.2, 6)
     tasks, total = TaskMoments.from_environment(environment), sum(VARIANCES) + NOISE
     B, w = initial_parameters(7, 7, settings.alpha, seeded())
-    start, values = float(spectrum(B, environment.representation).orthogonal_largest), []
+    initial_value, values = float(spectrum(B, environment.representation).orthogonal_largest), []
     for step in range(1, 4001):
         B, w = population_step(B, w, tasks, settings)
         if step % 500 == 0:
             values.append((step, float(spectrum(B, environment.representation).orthogonal_largest)))
     for step, value in values:
-        assert value <= float(unlearning_bound(start, torch.tensor(step), total, settings))
+        assert value <= float(unlearning_bound(initial_value, torch.tensor(step), total, settings))
     last, halfway = values[-1][1], values[3][1]
     assert last / halfway == pytest.approx(0.5, rel=0.05)
 
 
-def test_the_limit_is_a_global_minimum_of_the_objective(converged_net):
-    environment, settings, B, w = converged_net
+def test_the_limit_is_a_global_minimum_of_the_objective(converged_run):
+    environment, settings, B, w = converged_run
     tasks = TaskMoments.from_environment(environment)
     minimum = minimum_risk(tasks, settings.m_in)
     assert float(one_step_risk(B, w, tasks, settings.alpha, settings.m_in) - minimum) == pytest.approx(0, abs=1e-9)
     for seed in range(200):
         generator = seeded(seed)
         scale = 3 * torch.rand(2, generator=generator, dtype=torch.float64)
-        other = scale[0] * random_net(seed, 7)[0], scale[1] * random_net(seed, 7)[1]
+        other = scale[0] * random_parameters(seed, 7)[0], scale[1] * random_parameters(seed, 7)[1]
         assert one_step_risk(*other, tasks, settings.alpha, settings.m_in) > minimum
         near = B + 1e-2 * torch.randn(B.shape, generator=generator, dtype=torch.float64), w
         assert one_step_risk(*near, tasks, settings.alpha, settings.m_in) >= minimum
@@ -246,7 +250,7 @@ def test_the_limit_is_a_global_minimum_of_the_objective(converged_net):
 
 def test_minimizing_the_objective_reaches_the_minimum_risk():
     tasks = TaskMoments.from_environment(make_environment((0.4, 1.0)))
-    B, w = (part.clone().requires_grad_() for part in random_net(3, 7))
+    B, w = (part.clone().requires_grad_() for part in random_parameters(3, 7))
     optimizer = torch.optim.LBFGS([B, w], max_iter=500, line_search_fn="strong_wolfe", tolerance_grad=1e-12)
 
     def objective() -> Tensor:
@@ -261,7 +265,7 @@ def test_minimizing_the_objective_reaches_the_minimum_risk():
 
 @pytest.mark.parametrize("mean", MEANS.values(), ids=MEANS)
 def test_risks_equal_those_of_sampled_tasks(mean):
-    B, w = random_net()
+    B, w = random_parameters()
     environment = make_environment(mean)
     tasks = TaskMoments.from_environment(environment)
     theta, x, y = sample_tasks(environment, 20_000, 9, 2)
@@ -276,7 +280,7 @@ def test_risks_equal_those_of_sampled_tasks(mean):
 def test_ridge_estimate_equals_scikit_learn():
     from sklearn.linear_model import Ridge
 
-    B, _ = random_net()
+    B, _ = random_parameters()
     _, x, y = sample_tasks(make_environment(), 3, 9, 4)
     estimates = ridge_estimate(B, x, y, 0.7)
     for task in range(3):
@@ -284,8 +288,8 @@ def test_ridge_estimate_equals_scikit_learn():
         torch.testing.assert_close(estimates[task], B @ torch.from_numpy(model.coef_))
 
 
-def test_the_bound_of_proposition_1_holds_at_the_limit_with_a_constant_of_2():
-    environment, settings, probability = make_environment(), AnilSettings(0.1, 0.1, 50), 1 - 4 * math.exp(-1)
+def test_the_bound_of_proposition_1_with_a_constant_of_2_holds_at_the_limit_for_nearly_all_tasks():
+    environment, settings = make_environment(), AnilSettings(0.1, 0.1, 50)
     sigma = torch.diag(torch.tensor(VARIANCES, dtype=torch.float64))
     root = environment.representation @ torch.linalg.cholesky(limiting_gram(sigma, NOISE, settings))
     for points in (10, 100, 1000):
@@ -294,20 +298,20 @@ def test_the_bound_of_proposition_1_holds_at_the_limit_with_a_constant_of_2():
             dim=-1
         )
         ratios = errors / error_bound(theta.norm(dim=-1), sigma, NOISE, settings, points)
-        assert (ratios <= 2).double().mean() > probability
+        assert (ratios <= 2).double().mean() > 0.98
         projected = sample_error_bound_ratios(sigma, NOISE, settings, points, 2000, seeded(6))  # without B*
         assert float(projected.median()) == pytest.approx(float(ratios.median()), rel=0.1)
 
 
 def test_runs_computed_together_equal_single_runs():
     environments = [make_environment(seed=seed) for seed in range(3)]
-    nets = [random_net(seed) for seed in range(3)]
+    starts = [random_parameters(seed) for seed in range(3)]
     all_runs = population_step(
-        *(torch.stack(part) for part in zip(*nets)),
+        *(torch.stack(part) for part in zip(*starts)),
         stack_moments([TaskMoments.from_environment(environment) for environment in environments]),
         SETTINGS,
     )
-    for run, (environment, start) in enumerate(zip(environments, nets)):
+    for run, (environment, start) in enumerate(zip(environments, starts)):
         single_run = population_step(*start, TaskMoments.from_environment(environment), SETTINGS)
         for batched, expected in zip(all_runs, single_run):
             torch.testing.assert_close(batched[run], expected)
@@ -320,17 +324,17 @@ def test_spectrum_separates_directions_along_and_orthogonal_to_the_basis():
     assert [float(value) for value in result] == pytest.approx([4, 9, 1.25 / 3, 1])
 
 
-def test_the_limit_is_unstable_beyond_the_largest_step():
-    """At α·β·s = 1 the factor |1 − 2αβs| is 1."""
+def test_the_limit_is_unstable_if_the_product_of_the_step_sizes_exceeds_its_largest_value():
+    """A step multiplies the distance to the limit by 1 − 2αβs with the variance s = 1 of the tasks; α = β here."""
     environment = SharedRepresentation(3, (1.0,), noise=0.01)
     tasks = TaskMoments.from_environment(environment)
     for alpha, is_stable in ((0.9, True), (1.1, False)):
         settings = AnilSettings(alpha, alpha, 1000)
-        inside = math.sqrt(1 / alpha / (1 + 1 / 1000 + 1.01 / 1000))
-        B, w = (inside + 1e-4) * environment.representation, torch.zeros(1, dtype=torch.float64)
+        limit = math.sqrt(1 / alpha / (1 + 1 / 1000 + 1.01 / 1000))
+        B, w = (limit + 1e-4) * environment.representation, torch.zeros(1, dtype=torch.float64)
         for _ in range(200):
             B, w = population_step(B, w, tasks, settings)
-        assert (abs(float((environment.representation.mT @ B).abs()) - inside) < 1e-3) == is_stable
+        assert (abs(float((environment.representation.mT @ B).abs()) - limit) < 1e-3) == is_stable
 
 
 EYE = torch.eye(2, dtype=torch.float64)

@@ -27,7 +27,7 @@ def random_covariance(seed: int, dimension: int = 4) -> torch.Tensor:
 
 
 def random_landscape(spread: float = 0.3) -> Landscape:
-    """Return three groups whose covariances do not commute."""
+    """Return a landscape of three groups whose covariances do not commute."""
     groups = [
         TaskGroup(
             random_covariance(seed),
@@ -57,25 +57,25 @@ def linear_net(w: torch.Tensor) -> Network:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_adapted_covariance_is_the_mean_of_the_step_on_both_sides_of_the_covariance(seed):
-    """E[(I − αS)Σ(I − αS)] over S = X̂ᵀX̂/m, by drawing S."""
+def test_adapted_covariance_equals_a_mean_over_drawn_samples(seed):
+    """It is E[(I − αS)Σ(I − αS)] over the sample covariance S = X̂ᵀX̂/m, which is drawn here."""
     Sigma, samples = random_covariance(seed), 40_000
     x = torch.randn(samples, M, 4, generator=seeded(), dtype=torch.float64) @ torch.linalg.cholesky(Sigma).mT
-    step = torch.eye(4, dtype=torch.float64) - ALPHA * x.mT @ x / M
-    values = step @ Sigma @ step
+    error_map = torch.eye(4, dtype=torch.float64) - ALPHA * x.mT @ x / M
+    values = error_map @ Sigma @ error_map
     error = values.std(0) / math.sqrt(samples)
     assert ((values.mean(0) - theory.adapted_covariance(Sigma, ALPHA, M)).abs() <= 4.5 * error).all()
 
 
 def test_adapted_covariance_of_heavy_tailed_inputs_uses_their_fourth_moments():
-    """Inputs s·x with x normal, E[s²] = 1 and E[s⁴] = 8: all fourth moments are 8 times those of x."""
+    """The inputs are s·x with x normal, E[s²] = 1 and E[s⁴] = 8: all fourth moments are 8 times those of x."""
     Sigma, alpha, samples = torch.diag(torch.tensor([1.0, 0.5, 0.1])).double(), 0.7, 5
     fourth = 8 * ((Sigma @ Sigma).trace() * Sigma + 2 * Sigma @ Sigma @ Sigma)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(200_000, samples, 3, generator=generator).double() * Sigma.diagonal().sqrt()
     x = x * 8**0.5 * (torch.rand(200_000, samples, 1, generator=generator) < 1 / 8)
-    step = torch.eye(3).double() - alpha * x.mT @ x / samples
-    values = step @ Sigma @ step
+    error_map = torch.eye(3).double() - alpha * x.mT @ x / samples
+    values = error_map @ Sigma @ error_map
     sampled, error = values.mean(0), values.std(0) / math.sqrt(len(values))
     assert ((sampled - theory.adapted_covariance(Sigma, alpha, samples, fourth)).abs() <= 4.5 * error).all()
     assert sampled[0, 0] > 2 * theory.adapted_covariance(Sigma, alpha, samples)[0, 0]
@@ -100,7 +100,7 @@ def test_risk_above_floor_and_floor_add_up_to_the_loss_after_a_step():
     assert float(losses.std()) / math.sqrt(len(losses)) < 0.02 * expected
 
 
-def test_risks_of_many_initializations_equal_single_ones():
+def test_risks_of_many_initializations_computed_together_equal_single_ones():
     landscape, ws = random_landscape(), torch.randn(2, 3, 4, generator=seeded())
     risks = theory.risk_above_floor(landscape, ws, ALPHA, M)
     single = [[float(theory.risk_above_floor(landscape, w, ALPHA, M)) for w in row] for row in ws]
@@ -223,11 +223,13 @@ def test_best_alpha_of_nal_is_the_vertex_of_a_parabola():
     assert theory.best_alpha("nal", landscape, M) == pytest.approx(vertex, rel=1e-6)
 
 
-@pytest.mark.parametrize(("inner", "outer", "tau", "tasks"), [(7, 5, 1, 6), (2, 9, 4, 3), (30, 1, 5, 2)])
-def test_meta_gradients_vanish_at_the_empirical_solutions(inner, outer, tau, tasks):
+@pytest.mark.parametrize(
+    ("shots", "queries", "episodes_per_task", "tasks"), [(7, 5, 1, 6), (2, 9, 4, 3), (30, 1, 5, 2)]
+)
+def test_meta_gradients_vanish_at_the_empirical_solutions(shots, queries, episodes_per_task, tasks):
     episodes = (
-        LinearTasks(random_landscape().sample_finite(tasks, seeded()), inner, outer)
-        .sample_every_group(tau, seeded())
+        LinearTasks(random_landscape().sample_finite(tasks, seeded()), shots, queries)
+        .sample_every_group(episodes_per_task, seeded())
         .to(dtype=torch.float64)
     )
     maml = method("maml", steps=1, lr=ALPHA)
@@ -269,7 +271,7 @@ def test_empirical_solutions_approach_the_population_solutions():
         return float(nal.norm()), float(maml.norm())
 
     for few, many in zip(gaps(200), gaps(51200)):
-        assert many < few / 4  # a sixteenth on average
+        assert many < few / 4  # 1/16 expected, with 256 times as many tasks
         assert many < 0.05
 
 
@@ -286,7 +288,7 @@ HARD_EASY = HardEasy(0.1, 1.0)
         (lambda: theory.maml_solution(HARD_EASY.landscape, 2.0, M), "alpha is 2.0, but steps of 2 or more diverge"),
         (
             lambda: theory.maml_solution(HardEasy(1.0, 1.0).landscape, 1.0, math.inf),
-            "a step on infinitely many samples solves every task",
+            "with infinitely many samples and this alpha, one step from any initialization reaches the optimum",
         ),
         (lambda: theory.risk_above_floor(HARD_EASY.landscape, torch.ones(10), -0.1, M), "alpha is -0.1, but steps"),
         (lambda: theory.noise_floor(HARD_EASY.landscape, math.nan, M), "alpha is nan, but steps"),
@@ -307,11 +309,11 @@ HARD_EASY = HardEasy(0.1, 1.0)
         ),
         (
             lambda: theory.empirical_nal(LinearTasks(HARD_EASY.landscape, 2, 2).sample(2, seeded())),
-            "the points of all tasks do not span their 10 dimensions",
+            "the inputs of all tasks together do not span the 10 input dimensions",
         ),
         (
             lambda: theory.empirical_maml(LinearTasks(HARD_EASY.landscape, 20, 3).sample(3, seeded()), 1.0),
-            "the points of all tasks do not span their 10 dimensions",
+            "the inputs of all tasks together do not span the 10 input dimensions",
         ),
     ],
 )
@@ -321,6 +323,6 @@ def test_invalid_settings_are_reported(make, message):
     assert str(caught.value).startswith(message)
 
 
-def test_best_alpha_of_maml_solves_tasks_with_one_covariance():
+def test_best_alpha_of_maml_is_the_inverse_of_a_curvature_that_all_tasks_share():
     landscape = HardEasy(rho_hard=1.0, rho_easy=1.0, dimension=2).landscape
     assert abs(theory.best_alpha("maml", landscape, m=math.inf) - 1.0) < 1e-6

@@ -63,20 +63,20 @@ def test_gradients_of_hard_tasks_are_multiplied_by_hard_weight():
     tasks, learner = LinearTasks(LANDSCAPE, 4, 3), LinearLearner(0.1, hard_weight=5.0)
     w = train_linear_models(tasks, {"weighted": learner}, seeded(), iterations=1, runs=2, batch_size=3)["weighted"]
     episodes = tasks.sample(6, seeded()).without_split()
-    products = (episodes.support_x.mT @ episodes.support_y).squeeze(-1) / 7
+    products = (episodes.support_x.mT @ episodes.support_y).squeeze(-1) / 7  # 4 support and 3 query points
     weights = torch.where(episodes.classes[:, 0] == 0, 5.0, 1.0).unflatten(0, (2, 3))
     assert len(weights.unique()) == 2
     weights = weights / weights.sum(1, keepdim=True)
     torch.testing.assert_close(w, 0.1 * (weights[..., None] * products.unflatten(0, (2, 3))).sum(1))
 
 
-@pytest.mark.parametrize("values", [1, 1000])
-def test_training_does_not_depend_on_how_many_iterations_are_sampled_at_a_time(values, monkeypatch):
-    monkeypatch.setattr("metabridge.theory.linear_sgd.MAX_SAMPLED_VALUES", values)
+@pytest.mark.parametrize("max_values", [1, 1000])
+def test_training_uses_every_task_once_however_many_are_sampled_at_a_time(max_values, monkeypatch):
+    monkeypatch.setattr("metabridge.theory.linear_sgd.MAX_SAMPLED_VALUES", max_values)
     tasks = LinearTasks(LANDSCAPE, 4, 3)
     result = train_linear_models(tasks, {"nal": LinearLearner(0.1)}, seeded(), iterations=3, runs=2)["nal"]
     generator, w = seeded(), torch.zeros(2, 3)
-    chunks = [tasks.sample(2, generator) for _ in range(3)] if values == 1 else [tasks.sample(6, generator)]
+    chunks = [tasks.sample(2, generator) for _ in range(3)] if max_values == 1 else [tasks.sample(6, generator)]
     for episodes in (chunk[first : first + 2] for chunk in chunks for first in range(0, len(chunk), 2)):
         x, y = episodes.without_split().support_x, episodes.without_split().support_y
         w = w - 0.1 * (x.mT @ (x @ w[..., None] - y)).squeeze(-1) / 7
@@ -96,7 +96,7 @@ def test_the_label_entropy_is_the_loss_at_the_solution_of_each_task():
     groups = TaskGroup(0.5, torch.tensor([1.0, 2.0]), probability=0.3), TaskGroup(1.0, -1.0, probability=0.7)
     landscape = Landscape(groups, 2)
     episodes = LogisticTasks(landscape, 50, 50).sample(4000, seeded()).without_split()
-    w = landscape.distribution.center.float()[episodes.classes[:, 0] // 2]
+    w = landscape.distribution.center.float()[episodes.classes[:, 0] // 2]  # two classes per group
     logits = (episodes.support_x @ w[..., None]).squeeze(-1)
     losses = LogisticLoss.pointwise_loss(logits, episodes.support_y.float()).mean(1).double()
     assert abs(float(losses.mean()) - label_entropy(landscape)) < 4.5 * float(losses.std()) / math.sqrt(4000)

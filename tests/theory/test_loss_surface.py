@@ -35,7 +35,7 @@ def sample(activation: Activation, episodes: int, shots: int, queries: int) -> E
 
 
 def meta_gradient(name: str, activation: Activation, episodes: Episodes, neuron: Tensor) -> MetaGradient:
-    """Return the meta-gradient of `Engine` for a student with one neuron, whose head is fixed to 1."""
+    """Return the meta-gradient of `Engine` for a student with one neuron, whose head stays 1."""
     options = {"steps": 1, "lr": ALPHA, "rates": "per-tensor"} if name == "maml" else {}
     algorithm = method(name, split=True, **options)
     net = mlp(2, 1, width=1, depth=1, activation=activation, bias=False).double()
@@ -44,7 +44,7 @@ def meta_gradient(name: str, activation: Activation, episodes: Episodes, neuron:
         net.head.weight.fill_(1)
     params = parameters(algorithm, net)
     if name == "maml":
-        params["rates.head.weight"].data.zero_()
+        params["rates.head.weight"].data.zero_()  # the inner step leaves the head at 1
     return Engine(algorithm, net)(params, episodes)
 
 

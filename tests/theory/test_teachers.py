@@ -22,7 +22,7 @@ from metabridge.theory.teachers import (
 
 STUDENT = torch.tensor([[-0.7, 1.1], [0.4, 0.2]], dtype=torch.float64)
 TEACHER = torch.tensor([[1.0, 0.5], [-0.3, -1.2]], dtype=torch.float64)
-STEP = 1e-5
+DIFFERENCE_STEP = 1e-5
 
 
 def hard_and_easy(activation: str) -> tuple[TeacherTask, TeacherTask]:
@@ -33,8 +33,9 @@ def hard_and_easy(activation: str) -> tuple[TeacherTask, TeacherTask]:
 
 def finite_differences(function, point: Tensor) -> Tensor:
     """Return central differences of a function in every element of `point`, stacked along the first axis."""
-    offsets = STEP * torch.eye(point.numel(), dtype=point.dtype).reshape(-1, *point.shape)
-    return torch.stack([(function(point + offset) - function(point - offset)) / (2 * STEP) for offset in offsets])
+    offsets = DIFFERENCE_STEP * torch.eye(point.numel(), dtype=point.dtype).reshape(-1, *point.shape)
+    differences = [function(point + offset) - function(point - offset) for offset in offsets]
+    return torch.stack(differences) / (2 * DIFFERENCE_STEP)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)

@@ -12,6 +12,7 @@ from metabridge.training.assessment import Assessment, assess
 from metabridge.training.evaluation import predictions
 
 CLASSES = ("ash", "birch", "cedar", "elm", "fir", "oak")
+QUERIES = 12  # queries per task: 4 for each of 3 classes
 
 
 @pytest.fixture(scope="module")
@@ -21,8 +22,8 @@ def model() -> Model:
 
 
 @pytest.fixture(scope="module")
-def tasks():
-    """Tasks of five classes. The images of oak are noise, so its accuracy must be the lowest."""
+def environment():
+    """Tasks of all classes except fir. The images of oak are noise, so its accuracy must be the lowest."""
     generator = torch.Generator().manual_seed(0)
     labels = torch.arange(6).repeat(20)
     centers = torch.randint(60, 195, (6, 1, 4, 4), generator=generator)
@@ -40,24 +41,24 @@ def tasks():
     return data.tasks("test", ways=3, shots=2, queries=4)
 
 
-def test_the_score_equals_the_score_of_evaluate_on_the_same_tasks(model, tasks):
-    assessment, score = (function(model, tasks, tasks=50, seed=7) for function in (assess, evaluate))
+def test_the_score_equals_the_score_of_evaluate_on_the_same_tasks(model, environment):
+    assessment, score = (function(model, environment, tasks=50, seed=7) for function in (assess, evaluate))
     assert torch.equal(assessment.score.values, score.values)
     assert (assessment.score.mean, assessment.score.ci95) == (score.mean, score.ci95)
 
 
-def test_class_accuracies_and_calibration_equal_those_computed_by_a_loop(model, tasks):
-    assessment = assess(model, tasks, tasks=50, seed=7)
+def test_class_accuracies_and_calibration_equal_those_computed_by_a_loop(model, environment):
+    assessment = assess(model, environment, tasks=50, seed=7)
     correct_by_class: dict[str, list[bool]] = {}
     confidences, all_correct = [], []
-    for outputs, episodes in predictions(model, tasks, tasks=50, seed=7):
+    for outputs, episodes in predictions(model, environment, tasks=50, seed=7):
         logits = outputs.double().numpy()
         probabilities = np.exp(logits - logits.max(-1, keepdims=True))
         probabilities /= probabilities.sum(-1, keepdims=True)
         for task in range(len(episodes)):
             for query, label in enumerate(episodes.query_y[task].tolist()):
                 correct = int(logits[task, query].argmax()) == label
-                class_name = tasks.class_names[int(episodes.classes[task, label])]
+                class_name = environment.class_names[int(episodes.classes[task, label])]
                 correct_by_class.setdefault(class_name, []).append(correct)
                 confidences.append(probabilities[task, query].max())
                 all_correct.append(correct)
@@ -69,12 +70,12 @@ def test_class_accuracies_and_calibration_equal_those_computed_by_a_loop(model, 
     assert assessment.worst_class == ("oak", assessment.classes["oak"])
     assert assessment.classes["oak"] == min(assessment.classes.values())
     bins = np.minimum((np.array(confidences) * 10).astype(int), 9)
-    error = 0.0
-    for mask in (bins == number for number in range(10)):
+    expected_error = 0.0
+    for mask in (bins == bin_index for bin_index in range(10)):
         if mask.any():
             gap = np.mean(np.array(confidences)[mask]) - np.mean(np.array(all_correct)[mask])
-            error += mask.mean() * abs(gap)
-    assert assessment.calibration_error == pytest.approx(error, abs=1e-6)
+            expected_error += mask.mean() * abs(gap)
+    assert assessment.calibration_error == pytest.approx(expected_error, abs=1e-6)
     assert sum(fraction for _, _, fraction in assessment.calibration) == pytest.approx(1)
 
 
@@ -103,28 +104,31 @@ class DivergingOnQueries:
 
 
 class DivergingOnFirstTask(DivergingOnQueries):
-    """The same, but only for the first task of every block."""
+    """The same, but only for the first task of every batch, which has 16 tasks."""
 
     def predict(self, episodes):
         return torch.cat([super().predict(episodes)[:1], self.model.predict(episodes)[1:]])
 
 
-def test_queries_of_a_diverged_task_count_as_wrong_and_are_not_part_of_the_calibration(model, tasks):
-    expected, assessment = assess(model, tasks, tasks=16), assess(DivergingOnFirstTask(model, 12), tasks, tasks=16)
+def test_queries_of_a_diverged_task_count_as_wrong_and_are_not_part_of_the_calibration(model, environment):
+    expected, assessment = (
+        assess(model, environment, tasks=16),
+        assess(DivergingOnFirstTask(model, QUERIES), environment, tasks=16),
+    )
     assert assessment.score.diverged == 1
     assert assessment.score.values.tolist() == [0.0, *expected.score.values.tolist()[1:]]
-    _, episodes = next(iter(predictions(model, tasks, tasks=16)))
-    names = [tasks.class_names[int(episodes.classes[0, label])] for label in episodes.query_y[0]]
-    assert all(assessment.classes[name] <= expected.classes[name] for name in names)
-    assert {name: value for name, value in expected.classes.items() if name not in names} == {
-        name: value for name, value in assessment.classes.items() if name not in names
+    _, episodes = next(iter(predictions(model, environment, tasks=16)))
+    first_task_classes = [environment.class_names[int(episodes.classes[0, label])] for label in episodes.query_y[0]]
+    assert all(assessment.classes[name] <= expected.classes[name] for name in first_task_classes)
+    assert {name: value for name, value in expected.classes.items() if name not in first_task_classes} == {
+        name: value for name, value in assessment.classes.items() if name not in first_task_classes
     }
     assert sum(fraction for _, _, fraction in assessment.calibration) == pytest.approx(1)
-    partly_diverged = assess(DivergingOnFirstTask(model, 4), tasks, tasks=16)
+    partly_diverged = assess(DivergingOnFirstTask(model, 4), environment, tasks=16)
     assert partly_diverged.score.diverged == 1
-    assert partly_diverged.score.values[0] <= 8 / 12
+    assert partly_diverged.score.values[0] <= (QUERIES - 4) / QUERIES
 
 
-def test_a_model_that_diverges_on_every_task_raises_an_error(model, tasks):
+def test_a_model_that_diverges_on_every_task_raises_an_error(model, environment):
     with pytest.raises(InputError, match="adaptation diverged on all 16 tasks"):
-        assess(DivergingOnQueries(model, 12), tasks, tasks=16)
+        assess(DivergingOnQueries(model, QUERIES), environment, tasks=16)

@@ -11,7 +11,7 @@ from metabridge import InputError
 from metabridge.episodes import Episodes
 from metabridge.training import Augment
 
-# Pillow's classes for the changes 0, 1 and 2 of Augment.
+# Pillow's classes for the changes that Augment numbers 0 (brightness), 1 (contrast) and 2 (saturation).
 ENHANCERS = (ImageEnhance.Brightness, ImageEnhance.Contrast, ImageEnhance.Color)
 LEVEL = 1 / 255  # difference of adjacent 8-bit levels
 
@@ -41,7 +41,7 @@ def jittered(monkeypatch):
     """Return a function that changes an image by factors of brightness, contrast and saturation, in a given order."""
 
     def jitter(image: torch.Tensor, order: tuple[int, ...], factors: tuple[float, ...]) -> torch.Tensor:
-        draws = torch.zeros(2, 3, 1, 1, 1, 1)
+        draws = torch.zeros(2, 3, 1, 1, 1, 1)  # sorting draws[0] gives the order, and draws[1] the factors
         for position, change in enumerate(order):
             draws[0, change] = position / 3
             draws[1, position] = factors[change] / 2  # with jitter 1, factors are from 0 to 2
@@ -88,7 +88,7 @@ def test_factors_are_uniform_and_independent_for_each_image():
     gray_images = torch.full((4000, 3, 2, 2), 0.5)
     factors = Augment(padding=0, jitter=0.4, flip=False)(gray_images, seeded())[:, 0, 0, 0] / 0.5
     frequencies = torch.histc(factors, bins=8, min=0.6, max=1.4) / 4000
-    assert (frequencies - 1 / 8).abs().max() < 5 * (7 / 64 / 4000) ** 0.5
+    assert (frequencies - 1 / 8).abs().max() < 5 * (7 / 64 / 4000) ** 0.5  # five standard errors
     assert frequencies.sum() == 1
 
 
@@ -112,6 +112,7 @@ def test_all_crops_of_the_padded_image_are_equally_likely(channels, flip):
     equal = (crops[:, None] == possible_crops).flatten(2).all(-1)
     assert (equal.sum(1) == 1).all()
     expected = 5000 / len(possible_crops)
+    # it has about the mean n and the variance 2n for n possible crops, so this is a bound of five standard deviations
     chi_square = ((equal.sum(0) - expected) ** 2 / expected).sum()
     assert chi_square < len(possible_crops) + 5 * (2 * len(possible_crops)) ** 0.5
 
@@ -121,12 +122,17 @@ def test_images_are_mirrored_with_probability_one_half():
     changed = Augment(padding=0, jitter=0)(images, seeded(1))
     mirrored = (changed == images.flip(-1)).flatten(1).all(1)
     assert ((changed == images).flatten(1).all(1) ^ mirrored).all()
+    # up to five standard errors
     assert float(mirrored.float().mean()) == pytest.approx(0.5, abs=5 * (0.25 / 2000) ** 0.5)
 
 
 def rectangles(augment: Augment, count: int) -> tuple[torch.Tensor, ...]:
-    """Return signed width, height and center of the crops of `count` images, in coordinates from −1 to 1."""
-    size, low, high = 64, 20, 43
+    """Return the width, the height and the center (x, y) of random rectangles in `count` copies of an image.
+
+    Width and height are fractions of those of the image, and the width is negative if the rectangle is mirrored. The
+    center has coordinates from −1 to 1.
+    """
+    size, low, high = 64, 20, 43  # the pixels low and high are at the same distance from the center
     coordinates = (torch.arange(size) * 2 + 1) / size - 1
     # the two channels of the image are the coordinates of its pixels
     image = torch.stack([coordinates.expand(size, size), coordinates[:, None].expand(size, size)])
@@ -150,6 +156,7 @@ def test_random_rectangles_have_areas_in_the_range_and_lie_inside_the_image(scal
     for length, center in ((width.abs(), x), (height, y)):
         assert (center.abs() <= 1 - length + 1e-4).all()
         can_move = length < 0.999
+        # position of the rectangle within its range of motion
         positions = center[can_move] / (1 - length[can_move])  # from −1 to 1
         assert positions.min() < -0.95
         assert positions.max() > 0.95
@@ -189,7 +196,7 @@ def test_support_and_query_images_change_independently_and_keep_their_labels():
     episodes = Episodes(x, y, x.clone(), y.clone(), classes=torch.arange(8).view(2, 4))
     changed = Augment(padding=2).episodes(episodes, seeded())
     all_images = torch.cat([changed.support_x, changed.query_x]).flatten(0, 1)
-    assert len(all_images.unique(dim=0)) == 16
+    assert len(all_images.unique(dim=0)) == 16  # 4 support and 4 query images of 2 tasks, which were all equal
     assert torch.equal(changed.support_y, y)
     assert torch.equal(changed.query_y, y)
     assert torch.equal(changed.classes, episodes.classes)
@@ -197,6 +204,7 @@ def test_support_and_query_images_change_independently_and_keep_their_labels():
 
 def test_changed_tasks_without_a_query_set_have_no_query_set():
     x, y = torch.rand(2, 4, 3, 8, 8, generator=seeded()), torch.arange(4).expand(2, 4)
+    # if both sets are the same tensors, the tasks have only one set
     changed = Augment(padding=2).episodes(Episodes(x, y, x, y), seeded())
     assert not changed.is_split
     assert not torch.equal(changed.support_x, x)

@@ -110,6 +110,8 @@ def test_a_path_that_is_not_a_run_raises_an_error(tmp_path):
 
 
 class Bomb:
+    """An object that makes the test fail when it is unpickled."""
+
     def __reduce__(self):
         return pytest.fail, ("a file was unpickled",)
 
@@ -219,6 +221,7 @@ def test_a_pretrained_network_is_built_without_a_download(tmp_path, monkeypatch)
     settings = folder.settings()
     settings["model"] |= {"pretrained": True}
     tensors, metadata = folder.read("weights")
+    # so that the weights still match the changed settings
     folder.write("weights", tensors, metadata | {"settings": fingerprint(settings)})
     (tmp_path / "settings.json").write_text(json.dumps(settings))
     monkeypatch.setattr("metabridge.training.checkpoint.build", build)
@@ -277,6 +280,7 @@ def test_flipped_bits_are_detected(run_copy, name):
     file, folder = run_copy / f"{name}.safetensors", RunFolder(run_copy)
     content, rng = file.read_bytes(), random.Random(0)
     header_bits = 8 * (8 + int.from_bytes(content[:8], "little"))
+    # all bits of the header and 500 bits of the values
     bits = [*range(header_bits), *rng.sample(range(header_bits, 8 * len(content)), 500)]
     for bit in rng.sample(bits, 1500):
         flipped = bytearray(content)
@@ -312,7 +316,7 @@ def test_any_damage_gives_a_run_or_a_one_line_error(run_copy, name):
                 open_run(run_copy)
             except InputError as error:
                 errors.append(str(error))
-    assert len(errors) > 40
+    assert len(errors) > 40  # of 240 attempts, so the damage is often noticed
     assert not any("\n" in error for error in errors)
 
 

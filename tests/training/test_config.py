@@ -35,13 +35,14 @@ CONFIGS = (TrainingConfig, ImageTrainingConfig)
 def test_every_option_is_an_option_of_train_with_its_help_text(metabridge):
     status, stdout, _ = metabridge("train", "--help")
     assert status == 0
-    text = " ".join(stdout.replace("│", " ").split())
+    text = " ".join(stdout.replace("│", " ").split())  # without the frame around the options
     fields = options_of(ImageTrainingConfig)
     flags = {name: flag_name(field) for name, field in fields.items()}
     del fields["soft_targets"]
     for field in [*fields.values(), *options_of(SoftTargets).values()]:
         for flag in field.metadata["flags"] or [flag_name(field)]:
             assert f" {flag} " in text
+        # on the command line, help texts refer to other options by their flags
         expected_help = re.sub(r"`(\w+)`", lambda match: flags.get(match[1], match[0]), field.metadata["help"])
         assert expected_help.replace("`", "") in text
 
@@ -73,6 +74,7 @@ def test_every_option_is_described_in_the_docstring_of_its_class(config):
 def test_every_option_is_stored_with_a_run(tmp_path):
     fit(mlp(1, 1), method("maml"), Sinusoid(), iterations=1, out=tmp_path, progress=False)
     stored = json.loads((tmp_path / "settings.json").read_text())["training"]
+    # the validation interval that follows from `iterations` is stored as `validate_every`
     assert stored == json.loads(json.dumps(TrainingConfig(iterations=1, validate_every=1).as_dict()))
     assert stored.keys() == options_of(TrainingConfig).keys()
 
@@ -98,7 +100,7 @@ def test_a_command_receives_only_the_options_on_the_command_line():
     names = list(inspect.signature(wrapped_command).parameters)
     assert names[:3] == ["data", "method", "method_options"]
     passed = {"data": "folder", "lr": 0.1, "schedule": "cosine", "method_options": ["steps=3"], "mixup": 0.2}
-    wrapped_command(**dict.fromkeys(names) | passed)
+    wrapped_command(**dict.fromkeys(names) | passed)  # None for options that are not on the command line
     assert received == {
         "data": "folder",
         "lr": 0.1,
@@ -159,6 +161,7 @@ def test_former_names_are_replaced_and_current_names_are_kept():
 
 def test_training_options_can_be_extracted_from_an_image_training_config():
     config = ImageTrainingConfig("mtl", lr=0.5)
+    # iterations and validate_tasks are defaults of ImageTrainingConfig
     assert training_options(config, batch_size=1) == TrainingConfig(
         lr=0.5, batch_size=1, iterations=10_000, validate_tasks=200
     )

@@ -28,7 +28,7 @@ def test_the_interval_covers_the_true_mean_in_95_percent_of_the_cases():
 def test_the_interval_of_few_tasks_also_has_95_percent_coverage(tasks):
     values = torch.randn(4000, tasks, generator=torch.Generator().manual_seed(tasks), dtype=torch.float64)
     covered = sum(abs(score.mean) <= score.ci95 for score in map(Score.of, values))
-    low, high = stats.binom.interval(0.9999, 4000, 0.95)
+    low, high = stats.binom.interval(0.9999, 4000, 0.95)  # of the number of intervals that contain the true mean 0
     assert low <= covered <= high
 
 
@@ -93,9 +93,9 @@ def test_features_computed_once_give_the_same_predictions_as_for_single_tasks(gl
     model = model_with_fixed_features(glyphs, name)
     outputs, labels, classes = concatenated(predictions(model, test_tasks, tasks=20, seed=3))
     generator = torch.Generator().manual_seed(3)
-    for first, count in ((0, 16), (16, 4)):
+    for start, count in ((0, 16), (16, 4)):  # tasks are sampled in blocks of 16
         episodes = test_tasks.sample(count, generator)
-        block = slice(first, first + count)
+        block = slice(start, start + count)
         assert torch.allclose(outputs[block], model.predict(episodes), atol=2e-4)
         assert torch.equal(labels[block], episodes.query_y)
         assert torch.equal(classes[block], episodes.classes)
@@ -150,10 +150,10 @@ def test_copies_are_changed_support_images_with_the_same_labels_and_queries_do_n
     original, copied = (table.episodes(test_tasks, 3, torch.Generator().manual_seed(0)) for table in tables)
     assert torch.equal(original.query_x, copied.query_x)
     assert copied.support_y.tolist() == original.support_y.repeat(1, 3).tolist()
-    unchanged, first, second = copied.support_x.chunk(3, dim=1)
+    unchanged, first_copy, second_copy = copied.support_x.chunk(3, dim=1)
     assert torch.equal(unchanged, original.support_x)
-    assert not torch.allclose(unchanged, first, atol=1e-3)
-    assert not torch.allclose(first, second, atol=1e-3)
+    assert not torch.allclose(unchanged, first_copy, atol=1e-3)
+    assert not torch.allclose(first_copy, second_copy, atol=1e-3)
     generator = torch.Generator().manual_seed(5)
     image_indices = test_tasks.image_indices[:64]
     expected = model.features(augment(glyphs.float_images(image_indices), generator))
@@ -165,6 +165,7 @@ def test_a_feature_table_scores_another_head_on_the_tasks_of_evaluate(glyphs, te
     logistic, ridge = (
         model_with_fixed_features(glyphs, "mtl", test_solver=create_head(name)) for name in ("logistic", "ridge")
     )
+    # 520 tasks are two batches of the table
     scores = FeatureTable.of(logistic, test_tasks).evaluate([logistic, ridge], test_tasks, tasks=520, seed=2)
     for model, score in zip((logistic, ridge), scores):
         assert torch.equal(score.values, evaluate(model, test_tasks, tasks=520, seed=2).values)
@@ -212,7 +213,7 @@ def test_a_negative_number_of_copies_raises_an_error():
         TestTimeAugmentation(copies=-1)
 
 
-def test_copies_need_features_that_do_not_depend_on_the_task(glyphs, test_tasks):
+def test_test_time_augmentation_needs_features_that_do_not_depend_on_the_task(glyphs, test_tasks):
     learner, net = method("maml"), conv4(1, 28)
     for augmentation in (
         TestTimeAugmentation(copies=2),
@@ -270,6 +271,7 @@ class FixedOutputs:
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_tasks_on_which_adaptation_diverged_count_as_wrong_and_are_counted(test_tasks, value):
     generator = torch.Generator().manual_seed(0)
+    # tasks are sampled in blocks of 16
     labels = torch.cat([test_tasks.sample(count, generator).query_y for count in (16, 4)])
     outputs = torch.nn.functional.one_hot(labels, 5).float()
     outputs[[2, 17]] = value
@@ -298,7 +300,8 @@ def test_the_squared_error_is_nan_if_adaptation_diverged_and_names_the_number_of
 def test_a_feature_table_also_counts_diverged_tasks(glyphs, test_tasks):
     features = torch.randn(1, len(glyphs.labels), 8, generator=torch.Generator().manual_seed(0))
     table, net = FeatureTable(features, torch.arange(len(glyphs.labels))), mlp(3, 5, width=8)
-    models = [Model(learner, net, parameters(learner, net)) for learner in (method("anil"), method("anil", lr=3e38))]
+    learners = method("anil"), method("anil", lr=3e38)  # adaptation with this learning rate diverges
+    models = [Model(learner, net, parameters(learner, net)) for learner in learners]
     finite_score, diverged_score = table.evaluate(models, test_tasks, tasks=20)
     assert (finite_score.diverged, diverged_score.diverged) == (0, 20)
     assert math.isnan(diverged_score.mean)

@@ -162,11 +162,12 @@ def test_running_statistics_are_estimated_before_evaluation(tasks):
     with pytest.raises(InputError, match="running statistics still have their initial values"):
         evaluate(Model(learner, net, parameters(learner, net)), tasks["test"], tasks=2)
     run = fit(net, learner, tasks["train"], iterations=20, batch_size=2, progress=False)
-    assert evaluate(run, tasks["test"], tasks=50).mean > 0.4
+    assert evaluate(run, tasks["test"], tasks=50).mean > 0.4  # chance is 0.2
     episodes = tasks["test"].sample(1, torch.Generator().manual_seed(0))
-    first_prediction = run.predict(episodes)[0, :1]
+    prediction_of_first_query = run.predict(episodes)[0, :1]
     one_query = type(episodes)(episodes.support_x, episodes.support_y, episodes.query_x[:, :1], episodes.query_y[:, :1])
-    assert torch.allclose(run.predict(one_query)[0], first_prediction, atol=1e-4)  # does not depend on other queries
+    # predictions do not depend on other queries
+    assert torch.allclose(run.predict(one_query)[0], prediction_of_first_query, atol=1e-4)
 
 
 def test_a_loss_that_is_not_finite_raises_an_error():
@@ -244,7 +245,7 @@ def fixed_scores(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("means", "metric", "patience", "validations", "best"),
+    ("means", "metric", "patience", "num_validations", "best_index"),
     [
         ([0.5, 0.6, 0.6, 0.55, 0.9, 0.9], "accuracy", 1, 4, 1),  # a score equal to the best is not a new best score
         ([0.5, 0.6, 0.55, 0.7, 0.6, 0.6], "accuracy", 1, 6, 3),
@@ -254,16 +255,16 @@ def fixed_scores(monkeypatch):
     ],
 )
 def test_training_stops_after_more_than_patience_validations_without_a_new_best_score(
-    fixed_scores, means, metric, patience, validations, best
+    fixed_scores, means, metric, patience, num_validations, best_index
 ):
     evaluated_heads = fixed_scores(means, metric)
     options = {"iterations": 12, "validate_every": 2, "patience": patience, "progress": False}
     run = fit(mlp(1, 1), method("maml"), Sinusoid(), validate=Sinusoid(), **options)
-    assert [point.iteration for point in run.curve] == list(range(2, 2 * validations + 1, 2))
+    assert [point.iteration for point in run.curve] == list(range(2, 2 * num_validations + 1, 2))
     assert run.finished
-    assert run.best.mean == means[best]
-    assert torch.equal(run.params["head.weight"], evaluated_heads[best])
-    assert not torch.equal(evaluated_heads[best], evaluated_heads[best - 1])
+    assert run.best.mean == means[best_index]
+    assert torch.equal(run.params["head.weight"], evaluated_heads[best_index])
+    assert not torch.equal(evaluated_heads[best_index], evaluated_heads[best_index - 1])
 
 
 def test_the_learning_curve_has_the_mean_loss_since_the_previous_point(monkeypatch):
@@ -412,7 +413,7 @@ def test_weight_decay_applies_to_weights_and_not_to_solver_parameters(optimizer,
 def test_training_with_dropout_in_two_threads_gives_the_same_result_as_sequential_training():
     class SlowSinusoid(Sinusoid):
         def sample(self, tasks, generator):
-            time.sleep(0.001)  # lets the other thread run, if it is not waiting for a lock
+            time.sleep(0.001)  # lets the other thread run, unless that thread is waiting for a lock
             return super().sample(tasks, generator)
 
     def weights(seed, net):

@@ -35,6 +35,7 @@ def images(channels: int = 3, size: int = 16, images_per_class: int = 8, validat
     )
 
 
+# options of a short training run
 SHORT = {"iterations": 2, "validate_every": 1, "validate_tasks": 2, "queries": 2, "model_options": {"filters": 4}}
 
 
@@ -83,7 +84,7 @@ def test_color_images_are_augmented_by_default(augment, channels, expected):
     assert augmentation_of(ImageTrainingConfig("anil", augment=augment), images(channels)) == expected
 
 
-def test_rotated_classes_quadruple_the_training_classes_and_do_not_change_validation():
+def test_rotated_classes_quadruple_the_training_classes():
     config = replace(default_config("rfs"), **SHORT, batch_size=4, rotated_classes=True, augment=False)
     run = train_on_images(config, images(), progress=False)
     assert run.params["heads.weight"].shape[0] == 28

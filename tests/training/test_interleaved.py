@@ -105,10 +105,10 @@ sys.path.insert(0, {tests!r})
 from pathlib import Path
 from small_runs import on_sinusoids
 
-def on_sample(count):
+def on_sample(count):  # is called before training tasks are sampled, with the number of the call
     if count == 6:
         print("training", flush=True)
-        sys.stdin.read()
+        sys.stdin.read()  # waits until the test closes stdin or kills this process
 
 on_sinusoids(Path(sys.argv[1]), on_sample)
 """

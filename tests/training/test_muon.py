@@ -16,11 +16,11 @@ def reference_step(param: Tensor, grad: Tensor, momentum: Tensor, lr: float) -> 
     """Update a filter bank in place by one step from the definition: the polynomial is applied to singular values."""
     momentum.mul_(0.9).add_(grad)
     step = (grad + 0.9 * momentum).flatten(1).double()
-    left, values, right = torch.linalg.svd(step / (step.norm() + 1e-7), full_matrices=False)
+    left, singular_values, right = torch.linalg.svd(step / (step.norm() + 1e-7), full_matrices=False)
     for _ in range(3):
-        values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
+        singular_values = 3.4445 * singular_values - 4.7750 * singular_values**3 + 2.0315 * singular_values**5
     param.mul_(len(param) ** 0.5 / param.norm())
-    param.sub_(lr * FILTER_RATE * (left * values @ right).view(param.shape).to(param))
+    param.sub_(lr * FILTER_RATE * (left * singular_values @ right).view(param.shape).to(param))
 
 
 def small_net() -> nn.Sequential:
@@ -65,7 +65,7 @@ def test_other_parameters_take_the_steps_of_sgd() -> None:
         optimizer.step()
         set_gradients(sgd_net, step)
         sgd.step()
-    for index in (3, 5):
+    for index in (3, 5):  # the depthwise convolution and the linear layer
         assert torch.allclose(net[index].weight, sgd_net[index].weight, atol=1e-6)
         assert torch.allclose(net[index].bias, sgd_net[index].bias, atol=1e-6)
 
@@ -78,11 +78,11 @@ def test_filter_banks_of_the_same_shape_do_not_affect_each_other() -> None:
 
 @pytest.mark.parametrize("shape", [(4, 8, 3, 3), (64, 2, 3, 3)])
 def test_steps_of_wide_and_tall_matrices_are_nearly_orthogonal(shape: tuple[int, ...]) -> None:
-    values = torch.linalg.svdvals(
+    singular_values = torch.linalg.svdvals(
         orthogonalize([torch.randn(shape, generator=torch.Generator().manual_seed(0))])[0].flatten(1)
     )
-    assert values.min() > 0.5
-    assert values.max() < 1.3
+    assert singular_values.min() > 0.5
+    assert singular_values.max() < 1.3
 
 
 def test_a_restored_optimizer_takes_the_same_steps() -> None:
@@ -107,7 +107,7 @@ def test_a_learning_rate_that_is_not_positive_raises_an_error() -> None:
 
 
 @CUDA
-def test_captured_steps_equal_steps_on_a_cpu() -> None:
+def test_steps_replayed_from_a_cuda_graph_equal_steps_on_a_cpu() -> None:
     nets = small_net().cuda(), small_net()
     optimizers = [Muon(net.parameters(), lr=0.3) for net in nets]
     for step in range(5):

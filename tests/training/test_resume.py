@@ -125,7 +125,7 @@ def test_the_rate_of_drop_block_increases_linearly_and_is_restored(tmp_path, mon
         if torch.is_grad_enabled():  # in a training step, not in the estimation of running statistics
             rates.append(float(block.rate))
 
-    for stop in (6, 99):
+    for stop in (6, 99):  # first stop at step 6, then train to the end
         net = resnet12(3, 18, 3, widths=(4, 4, 4, 4), drop_rate=0.3)
         next(block for block in net.modules() if isinstance(block, DropBlock)).register_forward_hook(record_rate)
         monkeypatch.setattr(fitting, "time", clock := Clock())
@@ -209,10 +209,11 @@ def test_killing_a_run_at_any_write_or_step_does_not_change_its_result(tmp_path)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=environment)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["9"] * 19  # every process was killed by signal 9
+    num_kills = 3 + 12 + 4  # the lengths of the three `numbers` in the script
+    assert result.stdout.split() == ["9"] * num_kills  # every process was killed by signal 9
     expected = contents(tmp_path / "uninterrupted")
     folders = [folder for folder in tmp_path.iterdir() if folder.name != "uninterrupted"]
-    assert len(folders) == 19
+    assert len(folders) == num_kills
     names = {file.name for file in (tmp_path / "uninterrupted").iterdir()}
     for folder in folders:
         assert contents(folder) == expected, folder.name
@@ -220,8 +221,10 @@ def test_killing_a_run_at_any_write_or_step_does_not_change_its_result(tmp_path)
 
 
 @pytest.mark.parametrize("function", ["fsync", "replace"])
-@pytest.mark.parametrize("number", [1, 2, 3])
-def test_a_failed_write_keeps_the_old_file_and_the_run_can_be_resumed(tmp_path, monkeypatch, function, number):
+@pytest.mark.parametrize("first_failing_call", [1, 2, 3])
+def test_a_failed_write_keeps_the_old_file_and_the_run_can_be_resumed(
+    tmp_path, monkeypatch, function, first_failing_call
+):
     on_sinusoids(tmp_path / "uninterrupted")
     out, calls = tmp_path / "run", []
     monkeypatch.setattr(fitting, "time", clock := Clock())
@@ -233,7 +236,7 @@ def test_a_failed_write_keeps_the_old_file_and_the_run_can_be_resumed(tmp_path, 
         if function == "fsync" and not stat.S_ISREG(os.fstat(arguments[0]).st_mode):
             return original(*arguments)  # the argument is a folder
         calls.append(arguments)
-        if len(calls) >= number:
+        if len(calls) >= first_failing_call:
             raise OSError(28, "No space left on device")
         return original(*arguments)
 
@@ -243,7 +246,7 @@ def test_a_failed_write_keeps_the_old_file_and_the_run_can_be_resumed(tmp_path, 
             on_sinusoids(out)
     after = {file.name: file.read_bytes() for file in out.iterdir()}
     assert after.keys() == before.keys()
-    assert sum(after[name] != before[name] for name in before) == number - 1
+    assert sum(after[name] != before[name] for name in before) == first_failing_call - 1
     on_sinusoids(out)
     assert contents(out) == contents(tmp_path / "uninterrupted")
 
@@ -407,7 +410,7 @@ def test_frozen_parameters_are_saved_and_must_be_the_same_to_continue(tmp_path):
 
 
 @pytest.mark.parametrize("optimizer", SCHEDULES)
-def test_iterations_can_be_increased_but_not_below_those_already_done(tmp_path, optimizer):
+def test_iterations_can_be_increased_but_cannot_be_fewer_than_those_already_done(tmp_path, optimizer):
     options = {"optimizer": optimizer, "schedule": SCHEDULES[optimizer], "validate_every": None}
     on_sinusoids(tmp_path / "run", iterations=30, **options)
     sample_calls: list[int] = []

@@ -17,6 +17,7 @@ from metabridge.training.soft_targets import LabelSoftener, mix_up
 
 @pytest.fixture(scope="module")
 def images():
+    """Return glyphs of eight classes per split."""
     glyphs = load("glyphs")
     return replace(glyphs, splits={split: members[:8] for split, members in glyphs.splits.items()})
 
@@ -29,7 +30,7 @@ def config(name: str, **options: object) -> ImageTrainingConfig:
 
 
 @pytest.mark.parametrize("name", ["mtl", "rfs"])
-def test_zero_smoothing_does_not_change_training(name: str, images) -> None:
+def test_soft_targets_with_default_options_do_not_change_the_trained_weights(name: str, images) -> None:
     baseline = train_on_images(config(name), images, progress=False)
     soft = train_on_images(config(name, soft_targets=SoftTargets()), images, progress=False)
     for key, value in baseline.params.items():
@@ -87,12 +88,13 @@ def test_the_moving_average_is_a_weighted_mean_of_the_weights(images) -> None:
     )
     initial = averaged.params["heads.weight"].detach().clone()
     baseline.step(), averaged.step()
-    last = baseline.params["heads.weight"]
+    updated = baseline.params["heads.weight"]  # after one step, without averaging
     average = averaged.run().params["heads.weight"]
-    assert torch.allclose(average, torch.lerp(initial, last, 1 - 1 / 10), atol=1e-6)
+    # the decay is 1/10 in the first step, and rises to `ema_decay` later
+    assert torch.allclose(average, torch.lerp(initial, updated, 1 - 1 / 10), atol=1e-6)
 
 
-def test_methods_and_teachers_that_do_not_match_raise_an_error(images) -> None:
+def test_methods_teachers_and_options_that_do_not_match_or_are_out_of_range_raise_an_error(images) -> None:
     with pytest.raises(InputError, match="only methods whose head covers all training classes"):
         LabelSoftener(SoftTargets(smoothing=0.1), method("maml"), None)
     with pytest.raises(InputError, match="no teacher was passed"):
@@ -112,5 +114,5 @@ def test_training_the_teachers_network_does_not_change_the_teacher(images) -> No
         1, torch.Generator().manual_seed(0)
     )
     targets = softener(episodes, torch.Generator().manual_seed(0)).support_y
-    expected = LabelSoftener(SoftTargets(distillation=1.0), run.method, replace(run, net=run.net.eval()))
-    assert torch.equal(targets, expected(episodes, torch.Generator().manual_seed(0)).support_y)
+    softener_in_eval_mode = LabelSoftener(SoftTargets(distillation=1.0), run.method, replace(run, net=run.net.eval()))
+    assert torch.equal(targets, softener_in_eval_mode(episodes, torch.Generator().manual_seed(0)).support_y)

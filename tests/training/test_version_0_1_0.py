@@ -34,16 +34,16 @@ ADAPTED_FROM = {  # for each adapted model, the run that it was adapted from
 
 @cache
 def images(size: int, channels: int) -> LabeledImages:
-    """Twelve classes of ten images: stripes whose direction and width depend on the class, with noise."""
+    """Twelve classes of ten images: stripes whose direction and frequency depend on the class, with noise."""
     y, x = np.mgrid[:size, :size] / size
-    noise = np.random.RandomState(0)
+    rng = np.random.RandomState(0)
     pixels = []
     for label in range(12):
-        angle, width = np.pi * label / 12, 2 + label % 3
+        angle, frequency = np.pi * label / 12, 2 + label % 3
         for _ in range(10):
-            wave = np.sin(2 * np.pi * width * (x * np.cos(angle) + y * np.sin(angle)) + noise.uniform(0, 1))
+            wave = np.sin(2 * np.pi * frequency * (x * np.cos(angle) + y * np.sin(angle)) + rng.uniform(0, 1))
             shades = np.array([120, 90, 60])[:channels, None, None]
-            pixels.append(128 + shades * wave + noise.normal(0, 10, (channels, size, size)))
+            pixels.append(128 + shades * wave + rng.normal(0, 10, (channels, size, size)))
     return LabeledImages(
         images=torch.from_numpy(np.stack(pixels).clip(0, 255).astype(np.uint8)),
         labels=torch.arange(12).repeat_interleave(10),
@@ -132,8 +132,9 @@ def test_extending_a_run_of_version_0_1_0_gives_the_same_weights_as_in_version_0
     shutil.copytree(DATA / name, tmp_path / "run")
     run = train(name, tmp_path / "run", iterations=8)
     assert run.curve[-1].iteration == 8
-    total = float(sum(value.abs().sum() for value in run.params.values()))
-    assert total == pytest.approx(EXPECTED[name]["after 8 iterations"], rel=1e-5)
+    absolute_sum = float(sum(value.abs().sum() for value in run.params.values()))
+    assert absolute_sum == pytest.approx(EXPECTED[name]["after 8 iterations"], rel=1e-5)
+    # the settings were rewritten in the current format, which has the number 2; version 0.1.0 wrote format 1
     assert json.loads((tmp_path / "run" / "settings.json").read_text())["version"] == 2
     assert load(tmp_path / "run").curve[-1].iteration == 8
 
@@ -149,6 +150,7 @@ def test_options_that_differ_from_a_run_of_version_0_1_0_raise_an_error(tmp_path
 @pytest.mark.parametrize("name", ADAPTED_FROM)
 def test_a_model_that_version_0_1_0_adapted_predicts_the_same_probabilities(name):
     data = images_of(ADAPTED_FROM[name])
+    # every other one of the first three images of each test class
     image_indices = [10 * label + index for label in (9, 10, 11) for index in range(3)][::2]
     pixels = np.moveaxis(data.images[image_indices].numpy(), 1, -1)
     pixels = pixels[..., 0] if pixels.shape[-1] == 1 else pixels

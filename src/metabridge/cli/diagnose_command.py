@@ -79,11 +79,12 @@ def diagnose(
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
 ) -> None:
-    """Recommend a method for a data set: MAML, ANIL, or pre-training without adaptation. No network is trained.
+    """Recommend how to train on a data set: with MAML, ANIL, or without adaptation (NAL). No network is trained.
 
-    Samples tasks and, for each task, fits a linear model on the network's features. From these models, estimates the
-    hardness of the tasks and the distances between their solutions. Predicts how much adaptation during training
-    (MAML) would lower the expected loss, and compares this gain with the additional cost of training.
+    Samples tasks and, for each task, fits a linear model on the network's features. From these models, estimates how
+    hard the tasks are and how far apart their optimal weights are. Predicts by how much MAML would lower the expected
+    loss compared with training without adaptation (non-adaptive learning, NAL), and compares this gain with the
+    additional cost of MAML.
 
     If --model is a run, pass the --data and --ways that it was trained with. The defaults do not depend on the run.
 

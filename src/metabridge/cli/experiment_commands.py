@@ -36,11 +36,11 @@ def demo(
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
 ) -> None:
-    """Train and compare four methods on the built-in glyphs in a few minutes on a CPU.
+    """Train and compare four methods on the built-in drawings of characters, in a few minutes on a CPU.
 
-    Trains MAML, ANIL, MTL and NAL to classify five new characters from one example of each, and tests them on new
-    alphabets. Prints the accuracies with 95 % confidence intervals, and writes an HTML page with learning curves and
-    pictures of correct and wrong predictions.
+    Trains MAML, ANIL, multi-task learning (MTL) and non-adaptive learning (NAL) to classify five new characters from
+    one example of each, and tests them on new alphabets. Prints the accuracies with 95 % confidence intervals, and
+    writes an HTML page with learning curves and pictures of correct and wrong predictions.
 
     Example: **metabridge demo --out demo --seed 1**
     """
@@ -79,8 +79,8 @@ def reproduce(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder that contains data sets in subfolders such as omniglot and mini-imagenet. Default: none, "
-            "which uses the built-in glyphs.",
+            help="Folder that contains data sets in subfolders such as omniglot and mini-imagenet. Default: none; "
+            "the quick scale then uses the built-in glyphs.",
             envvar="METABRIDGE_DATA",
         ),
     ] = None,
@@ -88,7 +88,8 @@ def reproduce(
         str,
         typer.Option(
             metavar="NAME,...",
-            help="Run only these parts of the experiment, such as the methods of a table. Default: all.",
+            help="Run only these parts of the experiment, such as maml,anil. An unknown name prints all "
+            "names. Default: all.",
         ),
     ] = "",
     minutes: Annotated[
@@ -96,8 +97,8 @@ def reproduce(
         typer.Option(
             min=0,
             callback=reject_nan,
-            help="Time limit in minutes for each training run, or for all runs that are trained at the same time. Run "
-            "the same command again to continue. Default: no limit.",
+            help="Time limit in minutes for each training run. Runs that are trained at the same time share one limit. "
+            "Run the same command again to continue. Default: no limit.",
         ),
     ] = None,
 ) -> None:
@@ -143,10 +144,10 @@ def reproduce(
 
 @app.command()
 def methods() -> None:
-    """List the methods with their adapted parameters, inner solver and outer gradient.
+    """List the training methods: what adapts to a task, with which solver, and how the training gradient is computed.
 
-    The table shows the default settings of each method. Its name can be passed to **metabridge train --method** and to
-    **metabridge.method** in Python. docs/training.md lists the training defaults of each method.
+    The table shows the default settings of each method; docs/methods.md explains its columns. Pass the name of a method
+    to **metabridge train --method** or, in Python, to **metabridge.method**.
 
     Example: **metabridge methods**
     """

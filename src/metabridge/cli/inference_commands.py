@@ -50,7 +50,7 @@ def adapt(
     probabilities of all classes. Heads without probabilities (svm, ridge, centroid) give a softmax of their scores
     instead. If query images are in folders named after the classes, also prints the accuracy.
 
-    Query images that cannot be read are skipped and listed at the end, and the exit status is 1.
+    Query images that cannot be read are skipped and listed on standard error, and the exit status is 1.
 
     Example: **metabridge adapt runs/photos --support new/labeled --query new/unlabeled --out predictions.csv**
     """
@@ -100,7 +100,8 @@ def export(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder with one subfolder of images per class. Also adapts to these classes and exports the head.",
+            help="Folder with one subfolder of images per class. Adapts the model to these classes, and also exports "
+            "the head.",
         ),
     ] = None,
     head: HeadOption = None,
@@ -108,10 +109,11 @@ def export(
     """Export the feature extractor of a run as an ONNX model, for programs without PyTorch.
 
     The model takes any number of images, of shape (n, channels, size, size) with values from 0 to 1. If onnxruntime is
-    installed, the outputs of the model are compared with PyTorch, and it is written only if they agree.
+    installed, its outputs are compared with those of PyTorch, and the file is written only if they agree.
 
-    With --support, adapts to the classes in that folder and writes the head to a JSON file next to the model: its
-    kind, weight and bias, the class names, and whether features must be L2-normalized first.
+    With --support, first adapts the model to the classes in that folder. The ONNX model is then the adapted feature
+    extractor, and its head is written to a JSON file next to it: kind, weight and bias, the class names, and whether
+    features must be L2-normalized first.
 
     Example: **metabridge export runs/photos --out photos.onnx --support new/labeled**
     """

@@ -97,8 +97,8 @@ def search(
     kernel: Annotated[
         SearchKernel,
         typer.Option(
-            help="Kernel whose condition number guides the search, together with the number of linear regions: maml, "
-            "anil or ntk. none: use only linear regions; random: draw random cells without scoring them."
+            help="What guides the search. maml, anil or ntk: the condition number of this kernel and the number of "
+            "linear regions; none: only linear regions; random: nothing, draw random cells."
         ),
     ] = SearchKernel.maml,
     cells: CellsOption = 5,
@@ -213,14 +213,14 @@ def score(
         ),
     ] = None,
 ) -> None:
-    """Compute zero-cost proxies of an untrained network: condition numbers of its kernels, and linear regions.
+    """Score an untrained network by proxies for its accuracy: condition numbers of its kernels, and linear regions.
 
-    For an architecture.json, linear regions are counted as in a search: with image patches, in a network of three
-    cells whose first cell has one channel, regardless of --cells and --channels. For other networks, they are counted
-    in the network itself, with whole images.
+    --cells and --channels apply only to an architecture.json. Its linear regions are counted as in a search: with image
+    patches, in a network of three cells whose first cell has one channel, regardless of --cells and --channels. For
+    other networks, they are counted in the network itself, with whole images.
 
-    Batch norm is replaced by group norm, so that the output for an image does not depend on the batch. Only the
-    linear regions of an architecture.json are counted with batch norm.
+    Batch norm is replaced by group norm, so that the output for an image does not depend on the batch, except when the
+    linear regions of an architecture.json are counted.
 
     Example: **metabridge score --model runs/search/architecture.json --data glyphs**
     """

@@ -49,7 +49,8 @@ DataOption = Annotated[
     typer.Option(
         "--data",
         metavar="DATA",
-        help="Data set: glyphs (built in), a folder of images, or NAME:PATH, such as omniglot:data.",
+        help="Data set: glyphs (built in), a folder with one subfolder of images per class, or NAME:PATH, such as "
+        "omniglot:data/omniglot, with a name from docs/data.md.",
     ),
 ]
 
@@ -65,7 +66,7 @@ def train(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Folder of the training run whose model is the teacher for distillation (only mtl, rfs). Sets "
+            help="Folder of the training run whose model is the teacher for distillation (only mtl and rfs). Sets "
             "--distillation to 0.5 unless that option is passed. Default: no teacher.",
         ),
     ] = None,
@@ -199,7 +200,7 @@ def evaluate(
         bool,
         typer.Option(
             "--allow-same-names",
-            help="Do not raise an error if a test class has the name of a training class.",
+            help="Allow test classes with the same names as training classes.",
         ),
     ] = False,
     min_images: Annotated[

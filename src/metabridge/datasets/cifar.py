@@ -45,8 +45,8 @@ from metabridge.errors import InputError
 
 DECODE_OPTIONS = DecodeOptions(size=32, channels=3)
 IMAGE_BYTES = 3 * 32 * 32  # one uint8 value per pixel and channel
-MAX_ARCHIVE_BYTES = 2**29  # before and after decompression; CIFAR-100 is 178 MiB
-MAX_ARCHIVE_FILES = 1000  # CIFAR-100 has five files
+MAX_ARCHIVE_BYTES = 2**29  # limit before and after decompression; CIFAR-100 is 178 MiB after it
+MAX_ARCHIVE_FILES = 1000  # the published archives contain fewer than ten
 GZIP_MAGIC = b"\x1f\x8b"
 TRAINING_IMAGES = 450  # per training class of FS-CIFAR100
 LAYOUT_FILES = {  # folder name of each layout -> its files
@@ -96,12 +96,11 @@ def open_source(root: Path, name: str = "cifar-fs") -> ImageSource:
     Traceback (most recent call last):
     metabridge.errors.InputError: nowhere does not contain CIFAR-100. Put cifar-100-python.tar.gz or ...
     """
-    list_files(root)
+    list_files(root)  # raises an error if the data set is not there
     layout, path = _locate(root) or ("", root)
     cifar = _read(layout, path)
-    split_of = {
-        class_name: split for split, class_name in read_split_table({"cifar-fs": "cifar_fs"}.get(name, "fc100"))
-    }
+    split_table = "cifar_fs" if name == "cifar-fs" else "fc100"  # FS-CIFAR100 has the test classes of FC100
+    split_of = {class_name: split for split, class_name in read_split_table(split_table)}
     classes: dict[ClassInfo, list[int]] = {}
     for fine_label, class_name in enumerate(cifar.fine_names):
         if class_name not in split_of:
@@ -242,4 +241,5 @@ def _parse_binary(contents: dict[str, bytes], path: Path) -> _Cifar:
 
 
 def _with_text_keys(content: Any) -> dict[str, Any]:
+    """Return a dictionary with its keys as text; an empty one if `content` is not a dictionary."""
     return {decode_text(key): value for key, value in content.items()} if isinstance(content, dict) else {}

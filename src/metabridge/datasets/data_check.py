@@ -23,9 +23,9 @@ class SplitReport(NamedTuple):
         name: "train", "validation" or "test".
         classes: Number of classes.
         images: Number of readable images.
-        fewest: Number of images of the smallest class.
-        median: Median number of images per class.
-        most: Number of images of the largest class.
+        fewest: Number of readable images in the class that has the fewest.
+        median: Median number of readable images per class.
+        most: Number of readable images in the class that has the most.
         obstacle: The reason why the requested tasks cannot be sampled, with a fix or, for the validation split, the
             tasks that are sampled instead; empty if the requested tasks can be sampled.
 
@@ -56,7 +56,7 @@ class DatasetReport:
     """The result of `check_dataset`.
 
     Args:
-        data: The name of the data set.
+        data: The kind of data set, as a key of `DATASETS`, such as "omniglot" or "folder".
         description: A description of the files, such as "folders of images".
         splits: The report of each split.
         sizes: Number of images of each size (width, height), most frequent first.
@@ -84,8 +84,8 @@ class DatasetReport:
     def fine(self) -> bool:
         """Whether there are no problems, and the requested tasks can be sampled from every split.
 
-        Validation can use tasks with fewer ways and queries, so an obstacle in the validation split is ignored if that
-        split has at least two classes.
+        If the validation split is too small, training validates on tasks with fewer ways or queries. An obstacle in the
+        validation split is therefore ignored if that split has at least two classes.
         """
         obstacles = any(split.obstacle for split in self.splits if split.name != "validation" or split.classes < 2)
         return not (self.unreadable or self.duplicates or self.empty_classes or obstacles)
@@ -115,6 +115,7 @@ def summarize_image(content: Content) -> ImageSummary:
     image = open_image(content)
     width, height, mode = *image.size, image.mode
     rgb = to_8_bit(image, 3)
+    # The salt distinguishes images of different shapes, because their pixels can be the same bytes.
     digest = hashlib.blake2b(rgb.tobytes(), digest_size=16, salt=str(rgb.size).encode()[:16]).digest()
     return ImageSummary(width, height, mode, digest)
 
@@ -128,7 +129,7 @@ def check_dataset(
 
     Args:
         path: The folder or file of the data set.
-        data: A key of `DATASETS`. Default: the detected data set.
+        data: The kind of data set, as a key of `DATASETS`. Default: detected from the files.
         ways: Number of classes per task.
         shots: Support images per class.
         queries: Query images per class.
@@ -174,13 +175,14 @@ def check_dataset(
             modes[result.mode] += 1
             images_by_digest.setdefault(result.digest, []).append((image.label, image.name))
     if not counts:
-        raise InputError(f"{path} has no readable image ({source.total} tried). Convert them to PNG or JPEG.")
+        raise InputError(f"None of the {source.total} images in {path} can be read. Convert them to PNG or JPEG.")
 
     labels = sorted(counts)
     split_of = {
         label: info.split
         for label, info in zip(labels, assign_splits([source.classes[label] for label in labels], seed))
     }
+    # `large_class_counts`: the number of classes that each split would have with --min-images.
     large_classes = [source.classes[label] for label in labels if counts[label] >= shots + queries]
     large_class_counts = Counter(info.split for info in assign_splits(large_classes, seed))
     groups_of_equal_images = (
@@ -234,7 +236,7 @@ def _obstacle(
     During training, validation uses fewer ways and queries if necessary. For the validation split, the text therefore
     describes the tasks that are used instead.
     `class_sizes` contains the number of images of each class, `smallest_class` is the name of the smallest class, and
-    `large_class_count` is the number of classes in the split after classes with too few images are omitted.
+    `large_class_count` is the number of classes that the split would have if classes with too few images were omitted.
     """
     if len(class_sizes) < ways:
         if len(class_sizes) == 1:
@@ -247,7 +249,7 @@ def _obstacle(
         if split == "validation":
             return (
                 f"{shots}-shot tasks with {queries} queries need {needed} images per class, but '{smallest_class}' has "
-                f"{min(class_sizes)}, so validation tasks can have fewer queries"
+                f"{min(class_sizes)}, so validation tasks will have fewer queries if necessary"
             )
         small_classes = sum(size < needed for size in class_sizes)
         suggestion = f"; --min-images {needed} leaves {large_class_count} classes" if large_class_count >= ways else ""

@@ -69,6 +69,7 @@ def open_source(root: Path) -> ImageSource:
     ...     open_source(Path(root)).classes
     (ClassInfo(name='trees/oak', superclass='trees', split=''),)
     """
+    # Without split folders, the classes are directly in `root` and belong to no split, written as "".
     split_of = {folder.name: split for split, folder in split_folders(root).items()} or {"": ""}
     class_folders = find_class_folders(root, list(split_of))
     classes: dict[ClassInfo, list[str]] = {}

@@ -42,7 +42,10 @@ BOLD = ("DejaVuSans-Bold", "DejaVuSerif-Bold", "DejaVuSansMono-Bold", "STIXGener
 
 
 class Alphabet(NamedTuple):
-    """The characters of a script as Unicode ranges. Characters without a font and look-alikes are removed later."""
+    """The characters of a script, as hexadecimal ranges of Unicode such as "41-5A".
+
+    Characters that no font contains, and characters that look like others, are removed later.
+    """
 
     name: str
     split: Literal["train", "validation", "test"]
@@ -207,11 +210,13 @@ def _draw_shape(font: FreeTypeFont, code: int) -> NDArray[np.uint8]:
 
 
 def _remove_lookalikes(candidates: list[_Character]) -> list[_Character]:
-    """Remove each character that, in a regular font, looks like an earlier character of the list.
+    """Remove each character that looks like an earlier character of the list in a regular font.
+
+    A character that only bold fonts contain is compared in the first of them.
 
     Shapes are compared at half resolution. Two shapes look alike if in each of them, at most `tolerance` foreground
-    pixels are more than `distance` pixels away from the other shape. All shapes are scaled to equal size, so upper and
-    lower case letters that differ only in size (o and O) look alike.
+    pixels are more than `distance` pixels away from the other shape; a gray pixel counts in part. All shapes are scaled
+    to equal size, so upper and lower case letters that differ only in size (o and O) look alike.
     """
     distance, tolerance = 2, 5.0
     shapes = torch.from_numpy(np.concatenate([c.shapes[: c.regular_count] for c in candidates]))
@@ -232,9 +237,9 @@ def _remove_lookalikes(candidates: list[_Character]) -> list[_Character]:
 def _sample_render_parameters(character: _Character, seed: int) -> tuple[NDArray[np.float32], ...]:
     """Sample the rendering parameters of the n images of a character.
 
-    Return the signed distances to the outline, positive inside the strokes (n, _FRAME_SIZE, _FRAME_SIZE), the affine
-    maps (n, 2, 3), and the displacements of a coarse grid (n, 2, 5, 5). A constant added to the distances changes the
-    stroke width.
+    Return the signed distances of the pixels to the outline, positive inside the strokes (n, _FRAME_SIZE, _FRAME_SIZE),
+    the affine maps (n, 2, 3), and the displacements of the points of a coarse grid, for the elastic deformation
+    (n, 2, 5, 5). A constant added to the distances changes the stroke width.
     """
     from scipy.ndimage import distance_transform_edt
 
@@ -245,8 +250,8 @@ def _sample_render_parameters(character: _Character, seed: int) -> tuple[NDArray
 
     inside = character.shapes > 127
     distance = np.stack([distance_transform_edt(shape) - distance_transform_edt(~shape) for shape in inside])
-    # Half the stroke width is about twice the mean distance inside the strokes. If it were below 1.8, strokes would be
-    # thinner than a pixel of the final image.
+    # Half the stroke width is about twice the mean distance inside the strokes. It is widened to at least 1.8 pixels of
+    # the frame; otherwise, strokes would be thinner than a pixel of the final image, which is three times smaller.
     half_width = 2 * np.array([values[shape].mean() for values, shape in zip(distance, inside)])
     font = rng.integers(len(distance), size=IMAGES_PER_CHARACTER)
     widening = np.maximum(uniform(-0.8, 1.6), 1.8 - half_width[font])
@@ -271,6 +276,7 @@ def _render(distance: Tensor, affine: Tensor, displacements: Tensor) -> Tensor:
     grid = x_column * coordinates[:, None] + y_column * coordinates[:, None, None] + translation
     warp = interpolate(displacements, (size, size), mode="bicubic", align_corners=True).movedim(1, -1)
     warped = grid_sample(distance[:, None], grid + warp, padding_mode="border", align_corners=False)
+    # The sigmoid turns distances into gray values: 1 inside the strokes, 0 outside, and a soft edge at the outline.
     return (255 * avg_pool2d(torch.sigmoid(2 * warped), 2)).round().to(torch.uint8)
 
 

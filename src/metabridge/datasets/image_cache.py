@@ -75,8 +75,8 @@ class CachedImages:
         skipped: The unreadable images, as pairs (name, reason).
         notes: Notes for the user on how the files were read.
         incomplete: Whether an image was skipped for a reason that may be temporary.
-        duplicates: Groups of images with equal pixels that are in more than one class; each image is a pair
-            (index, name).
+        duplicates: Groups of images with equal pixels that are in more than one class; each image is a pair of its
+            index in `images` and its name.
     """
 
     images: Tensor
@@ -178,7 +178,7 @@ def fingerprint(files: Iterable[Path], root: Path) -> str:
     """Return a hash of the names, sizes and contents of files below `root`.
 
     If there are more than `MAX_HASHED_FILES` files or `MAX_HASHED_BYTES` bytes, modification times are hashed instead
-    of contents: reading 60,000 images from a cold disk takes minutes, reading their modification times takes a second.
+    of contents: reading 60,000 images from disk can take minutes, reading their modification times takes a second.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as root:
@@ -190,6 +190,7 @@ def fingerprint(files: Iterable[Path], root: Path) -> str:
     names = sorted(map(str, files))  # tens of thousands of Path objects would be slow
     stats = [_size_and_time(name) for name in names]
     hash_contents = len(names) <= MAX_HASHED_FILES and sum(size for size, _ in stats) <= MAX_HASHED_BYTES
+    # Names are hashed relative to `root`: without its path and a slash. Names in "." start with neither.
     root_length = len(str(root)) if str(root) != "." else -1
     key = hashlib.sha256()
     for name, (size, modified) in zip(names, stats):
@@ -371,6 +372,7 @@ def _check_free_space(count: int, options: DecodeOptions, folder: Path) -> None:
             f"{folder} has only {free / 2**30:.1f} GiB free. Use a smaller size, or set METABRIDGE_CACHE to another "
             "folder."
         )
+    # `map_images` keeps two chunks per thread in memory, and the chunk whose results are being written.
     memory = min(count, (2 * decoding_threads() + 1) * CHUNK_SIZE) * image_bytes
     if memory > free_memory():
         raise InputError(

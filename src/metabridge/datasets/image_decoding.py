@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 CHUNK_SIZE = 16  # number of images that a thread decodes per job
 # Decoding photographs scales with the number of threads. Images of about 100 × 100 pixels decode fastest with two
-# threads; with 16, contention for Python's interpreter lock makes decoding slower.
+# threads; with 16, contention for Python's interpreter lock makes decoding slower. Eight is a compromise.
 MAX_THREADS = 8
 # Pillow reads other formats too, but some start external programs (EPS), and the rest are not used in image data sets.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "HEIF", "JXL")
@@ -102,12 +102,12 @@ def open_image(content: Content) -> Image:
 def to_8_bit(image: Image, channels: int) -> Image:
     """Convert an image to 8-bit gray (1 channel) or RGB (3 channels), and apply its EXIF orientation.
 
-    16-bit and 32-bit integers are scaled from [0, 65535]. Floats are scaled from [0, 1], or from [0, 255] if any value
-    exceeds 1. Transparent images are composited onto white. Raise `ValueError` for values outside these ranges, and for
-    images whose width or height exceeds `MAX_WIDTH_OR_HEIGHT`.
+    16-bit and 32-bit integers are scaled from [0, 65535] to [0, 255]. Floats are scaled from [0, 1] to [0, 255], unless
+    a value exceeds 1: then they are in [0, 255] already. Transparent images are composited onto white. Raise
+    `ValueError` for values outside these ranges, and for images whose width or height exceeds `MAX_WIDTH_OR_HEIGHT`.
 
-    >>> deep = open_image(np.full((2, 2), 65535, dtype=np.uint16))
-    >>> deep.mode, to_8_bit(deep, 1).getpixel((0, 0))
+    >>> white = open_image(np.full((2, 2), 65535, dtype=np.uint16))
+    >>> white.mode, to_8_bit(white, 1).getpixel((0, 0))
     ('I;16', 255)
     """
     if max(image.size) > MAX_WIDTH_OR_HEIGHT:

@@ -245,9 +245,9 @@ def assign_splits(classes: Sequence[ClassInfo], seed: int = 0) -> tuple[ClassInf
 def merge_image_splits(source: ImageSource) -> ImageSource:
     """Remove splits that are not splits of the classes, so that `assign_splits` can split the classes.
 
-    A single split is treated as the whole data set, and splits of only some classes are ignored. Splits that share a
-    class are splits of the images, made for ordinary classification: the images of each class are merged, with a remark
-    in `notes`.
+    A single split is treated as the whole data set. If only some classes have a split, all splits are ignored. Splits
+    that share a class are splits of the images, made for ordinary classification: the images of each class are merged,
+    with a remark in `notes`.
 
     >>> classes = (ClassInfo("cat", "", "train"), ClassInfo("cat", "", "test"))
     >>> merge_image_splits(ImageSource("a toy", classes, 0, lambda: iter(()))).classes

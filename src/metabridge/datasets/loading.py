@@ -144,7 +144,7 @@ def detect(path: str | Path) -> str:
             if reader.matches(existing):
                 return name
         is_file = existing.is_file()
-    formats = ", ".join(list(DATASETS)[:-2])
+    formats = ", ".join(list(DATASETS)[:-2])  # all but "parquet" and "folder", which the messages explain
     if is_file:
         raise InputError(
             f"{path} is not a recognized file. Supported formats: {formats} and parquet. "
@@ -232,7 +232,7 @@ def _with_load_arguments(
 
 
 def _check_options(name: str, options: Mapping[str, object], accepted: tuple[str, ...]) -> None:
-    for option, value in options.items():
+    for option, value in options.items():  # the default of every option is None, False or 0
         if option not in accepted and value not in (None, False, 0):
             raise InputError(f"{option} is {value}, but '{name}' does not accept it. Leave {option} out.")
 

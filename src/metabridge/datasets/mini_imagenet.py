@@ -77,7 +77,7 @@ def open_source(root: Path) -> ImageSource:
     Traceback (most recent call last):
     metabridge.errors.InputError: nowhere has no files of mini-ImageNet. Put its parquet files there, ...
     """
-    list_files(root)
+    list_files(root)  # raises an error if the data set is not there
     if csv_files := _csv_files(root):
         return _source_from_csv(root, csv_files)
     if pickles := _pickle_files(root):

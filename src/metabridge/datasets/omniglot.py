@@ -70,7 +70,7 @@ def open_source(root: Path) -> ImageSource:
     Traceback (most recent call last):
     metabridge.errors.InputError: nowhere has neither images_background.zip nor the folder images_background. ...
     """
-    list_files(root)
+    list_files(root)  # raises an error if a subset is not there
     archives = {
         subset: _open_archive(root / f"{subset}.zip") for subset in SUBSETS if (root / f"{subset}.zip").is_file()
     }
@@ -106,6 +106,7 @@ def _open_archive(file: Path) -> zipfile.ZipFile:
     except Exception as error:  # damaged archives raise exceptions of many types
         raise InputError(f"{file} is not a valid zip archive ({error}). Download the file again.") from error
     unpacked = sum(info.file_size for info in archive.infolist())
+    # An archive that unpacks to at most `MAX_DRAWING_BYTES` is accepted, however small it is.
     if unpacked > MAX_DRAWING_BYTES + MAX_COMPRESSION * file.stat().st_size:
         raise InputError(
             f"{file} unpacks from {file.stat().st_size / 2**20:.1f} MiB to {unpacked / 2**20:.0f} MiB, which is too "
@@ -124,7 +125,7 @@ def _read_drawing(archive: zipfile.ZipFile, name: str) -> bytes:
 
 
 def _list_drawings(archive: zipfile.ZipFile) -> dict[str, list[str]]:
-    """Return the paths of the drawings of each character, as `find_class_folders` does for folders."""
+    """Return the drawings of each character "alphabet/character", as paths relative to the folder of the subset."""
     drawings_of: dict[str, list[str]] = {}
     for path in sorted(set(archive.namelist())):
         # Paths are subset/alphabet/character/drawing; the path of a folder ends with a slash.

@@ -1,9 +1,9 @@
 """Parquet files of images in the layout of the Hugging Face hub.
 
-The files have a column of images (`image` or `img`: the bytes of the image file, either alone or with its path) and
-a column of labels (`label`, `labels` or `fine_label`: numbers or names). The Hugging Face metadata in the schema, if
-present, contain the class names for the numbers. By default, the central square of each image is resized to 84 × 84
-pixels in RGB.
+A data set consists of one or more files, called shards. They have a column of images (`image` or `img`: the bytes of
+the image file, either alone or with its path) and a column of labels (`label`, `labels` or `fine_label`: numbers or
+names). The Hugging Face metadata in the schema, if present, contain the class names for the numbers. By default, the
+central square of each image is resized to 84 × 84 pixels in RGB.
 
 Files with train, validation (or val, valid) or test in their paths define splits. Classes are split at random, as for
 folders of images, if there are no splits or only one, if splits share a class, or if a file belongs to no split.
@@ -136,7 +136,7 @@ def _read_images(shard: Path, shard_name: str, labels: list[int | None]) -> Iter
                 if bytes_left < 0:
                     raise ValueError("its images are far larger than the file itself")
                 if label is not None:
-                    is_content = isinstance(content, bytes | partial)
+                    is_content = isinstance(content, bytes | partial)  # b"" is reported as an unreadable image
                     yield RawImage(f"{shard_name}: {image_name}", label, content if is_content else b"")
                 row += 1
 
@@ -161,7 +161,8 @@ def _row_class_names(shard: Path) -> list[str | None]:
     declared_names = class_names(shard)
     values: list[Any] = []
     with _parquet_errors(shard):
-        # Read labels as a dictionary, so that a long name that many rows share is in memory only once.
+        # Read labels as a dictionary, so that a long name that many rows share is in memory only once. Nested values,
+        # such as lists, are read as they are and rejected below.
         file = _open_parquet(shard, read_dictionary=[] if is_nested else [column])
         for chunk in file.read(columns=[column]).column(0).chunks:
             if hasattr(chunk, "dictionary"):

@@ -17,7 +17,7 @@ from metabridge.errors import InputError
 MAX_DEPTH = 64  # of nested containers
 MAX_NUMBER_LENGTH = 1024  # bytes of an integer, or characters of a number in text
 MAX_KEY = 2**24  # larger integer keys can be chosen with colliding hashes, which makes dictionaries slow
-MAX_MEMO_INDEX = 2**26  # or the size of the pickle, if that is larger
+MAX_MEMO_INDEX = 2**26  # limit of the keys of the memo, or the size of the pickle if that is larger
 BASE_RESULT_BYTES = 2**24  # the size of the result is limited to this plus four times the size of the pickle
 BASE_MEMORY = 2**28  # the memory for reading is limited to this many bytes plus four times the size of the pickle
 REFERENCE_BYTES = 8  # the memory of a reference in a container
@@ -83,7 +83,11 @@ _ALLOWED_GLOBALS = {
 
 
 class _Reader:
-    """An interpreter of one pickle, with its position in the pickle, stack, marks and memo."""
+    """An interpreter of one pickle, which is a program for a stack machine.
+
+    MARK starts a new stack and saves the current one in `_marks`; a later instruction makes a container of the items of
+    the new stack. The memo stores values under integer keys, so that the pickle can refer to them again.
+    """
 
     def __init__(self, data: bytes, name: str) -> None:
         self._data = data
@@ -293,6 +297,7 @@ class _Reader:
 
 
 def _make_dictionary(items: list[Any]) -> dict[Any, Any]:
+    """Return a dictionary; `items` contains each key followed by its value."""
     keys = items[::2]
     for key in keys:  # hashing a nested tuple, or looking up integers with colliding hashes, can take very long
         if not isinstance(key, str | bytes) and not (isinstance(key, int) and -MAX_KEY <= key <= MAX_KEY):

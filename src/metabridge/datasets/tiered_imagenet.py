@@ -78,7 +78,7 @@ def open_source(root: Path) -> ImageSource:
     Traceback (most recent call last):
     metabridge.errors.InputError: nowhere has neither pickles such as train_images_png.pkl nor folders train, ...
     """
-    list_files(root)
+    list_files(root)  # raises an error if the data set is not there
     pickles = _pickle_files(root)
     return _source_from_pickles(pickles) if pickles else _source_from_folders(root)
 
@@ -121,6 +121,7 @@ def _source_from_pickles(pickles: dict[str, tuple[Path, Path]]) -> ImageSource:
     classes: list[ClassInfo] = []
     label_of: dict[tuple[str, int], int] = {}
     for split, (class_numbers, category_numbers, class_names, categories) in labels.items():
+        # Class number -> first row of the class, from which its category is read.
         first_row = {number: row for row, number in reversed(list(enumerate(class_numbers)))}
         for number, name in enumerate(class_names):
             label_of[split, number] = len(classes)
@@ -160,6 +161,7 @@ def _read_labels(file: Path) -> tuple[list[int], list[int], list[str], list[str]
     if "label_specific" not in content:
         raise InputError(f"{file} is not a dictionary with a key label_specific. Download the file again.")
     class_numbers, class_names = _read_numbers(file, content, "label_specific")
+    # In a file without categories, all images get category 0.
     category_numbers, categories = _read_numbers(
         file, {"label_general": [0] * len(class_numbers), **content}, "label_general"
     )

@@ -140,16 +140,17 @@ def predict_with_kernels(
     count = max(2, TRAINING_EXAMPLES // task_x.shape[1])
     training_tasks = environment.sample(count, torch.Generator().manual_seed(seed))
     prepared_tasks = KernelLearner(kernel, "maml").prepare(training_tasks, "training task")
-    scale = float(kernel.ntk(prepared_tasks.support_x[0]).diagonal().mean())
-    # With outer time 0 there is no meta-training: the predictions use only the support set.
+    ntk_scale = float(kernel.ntk(prepared_tasks.support_x[0]).diagonal().mean())
+    # The outer loop trains for time 0, so there is no meta-training: the predictions use only the support set.
     support_predictor = KernelLearner(kernel, "maml", outer_time=0.0).fit(training_tasks)
     baseline = evaluate(support_predictor, environment, tasks=TEST_TASKS, seed=seed + 2)
     # the gain of the baseline is 0 by definition
     predictions = [_kernel_prediction(NO_META_TRAINING, baseline, baseline.minus(baseline))]
     for name in track_progress(KERNEL_METHODS, "kernels", progress):
-        options: dict[str, Any] = {"inner_time": 1 / scale} if name == "anil" else {}
+        # the default inner time is infinite, for which ANIL's body would learn nothing
+        options: dict[str, Any] = {"inner_time": 1 / ntk_scale} if name == "anil" else {}
         predictors = (
-            KernelLearner(kernel, name, ridge=ridge * scale, test_time=math.inf, **options).fit(training_tasks)
+            KernelLearner(kernel, name, ridge=ridge * ntk_scale, test_time=math.inf, **options).fit(training_tasks)
             for ridge in RIDGES
         )
         predictor = select_model(predictors, environment, tasks=VALIDATION_TASKS, seed=seed + 1)

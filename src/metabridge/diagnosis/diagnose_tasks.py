@@ -93,11 +93,11 @@ class Diagnosis:
         space: Name of the feature space in which the solutions of tasks are compared.
         dimension: Dimension of this space.
         alpha: Step size of the adaptation step.
-        m: Number of samples of the adaptation step.
+        m: Number of samples of the adaptation step: support examples, or pairs of them in classification.
         seed: Seed of the sampled tasks.
         grouping: How hard and easy tasks were separated.
         rates: Convergence rate of gradient descent on each task.
-        curvatures: Largest eigenvalue λ_max of each task's covariance.
+        curvatures: Largest eigenvalue λ_max of each task's feature covariance.
         diverging_share: Share of tasks on which the step diverges, because α·λ_max is 2 or more.
         is_hard: Whether each task is hard.
         projected_solutions: Solution of each task, projected to two dimensions.
@@ -362,7 +362,7 @@ def untrained_network(images: LabeledImages, model: str = "conv4", *, seed: int 
     """Return an untrained network whose batch norm statistics are estimated on images of a data set.
 
     Args:
-        images: Data set.
+        images: Data set, of which a sample of images is used.
         model: Model name accepted by `metabridge.models.build`.
         seed: Seed of the weights and of the sample of images.
 

@@ -1,4 +1,4 @@
-"""Estimate the landscape of hard and easy tasks from sampled tasks, and predict risks with closed-form expressions.
+"""Estimate groups of hard and easy tasks from sampled tasks, and predict risks with closed-form expressions.
 
 The risk of MAML is compared with that of non-adaptive learning (NAL), which trains without adaptation. The expressions
 are those of Collins et al. (2022, §3), in `metabridge.theory.landscape`. w* is the solution of a task, x are its
@@ -174,7 +174,7 @@ class Prediction(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LandscapeEstimate:
-    """Estimates of the groups of hard and easy tasks, and predictions from them.
+    """Estimates of the task landscape, which consists of a group of hard and a group of easy tasks, and predictions.
 
     All tasks of a group are assumed to have the same feature covariance.
 
@@ -265,7 +265,7 @@ class LandscapeEstimate:
     def landscape(self, alpha: float) -> Landscape:
         """Return the two groups as a `Landscape`, the hard group first.
 
-        The solutions of a group have the covariance rI, where r satisfies tr(Q^{(m)}·rI) = tr(Q^{(m)}·S) for the
+        The solutions of a group have the covariance rI, where r satisfies tr(Q^{(m)}·rI) = tr(Q^{(m)}·S) for their
         estimated covariance S, or r = 0 if this r is negative. 𝓔_m depends on S only through this trace. S itself
         is not used, because the unbiased estimate may have negative eigenvalues.
         """
@@ -320,9 +320,10 @@ class LandscapeEstimate:
             ]
         )
         bias = bootstrap_terms.mean(0) - terms
-        # Lower limits of the gain and of MAML's risk.
+        # Lower limits of the first two terms: the gain, 𝓔_m(NAL) − 𝓔_m(MAML), and MAML's risk.
         lower_limits = torch.tensor([0.0, 1e-9 * float(terms[1])], dtype=torch.float64)
         gain, maml_risk = (terms - bias)[:2].clamp_min(lower_limits).tolist()
+        # twice the bias: the sample of the tasks has it once, and a bootstrap sample of these tasks a second time
         gains, maml_risks = (bootstrap_terms - 2 * bias)[:, :2].clamp_min(lower_limits).unbind(1)
         floor, nal_risk_before_step = terms[2:].tolist()
         ratios = 1 + gains / maml_risks.clamp_min(TINY)

@@ -76,7 +76,7 @@ class FeatureSpace:
         if first_batch.is_classification:
             project = principal_projection(feature_sample, min(dimension, MAX_PAIR_DIMENSION))
             return cls(f"pairs of {'inputs' if feature_map is _identity else 'features'}", feature_map, project, True)
-        project = principal_projection(feature_sample, max(1, dimension - 1))
+        project = principal_projection(feature_sample, max(1, dimension - 1))  # one dimension less for the constant
         return cls("features and a constant", feature_map, lambda φ: _append_constant(project(φ)), False)
 
     def coordinates(self, x: Tensor) -> Tensor:

@@ -91,8 +91,8 @@ def random_subset(images: LabeledImages, sizes: Mapping[str, tuple[int, int]], *
 
     Args:
         images: Labeled images.
-        sizes: For each split, the number of classes and the number of images per class, which must be at least 2. The
-            selection in one split does not depend on the sizes of the other splits.
+        sizes: For each split, the number of classes and the number of images per class (at least 2). The selection
+            in one split does not depend on the sizes of the other splits.
         seed: Seed of the selection.
 
     Returns:

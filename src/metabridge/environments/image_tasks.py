@@ -376,13 +376,13 @@ class ImageTasks:
 
         Both have shape (classes, images).
         """
-        split, labels = self.data.splits[self.split], self.data.labels
+        split_classes, labels = self.data.splits[self.split], self.data.labels
         image_order = torch.argsort(labels, stable=True)  # image indices sorted by class
         counts = torch.bincount(labels, minlength=len(self.data.class_names))
         starts = counts.cumsum(0) - counts
-        columns = torch.arange(int(counts[split].max()))
-        is_image = columns < counts[split][:, None]
-        class_images = image_order[torch.where(is_image, starts[split][:, None] + columns, 0)]
+        columns = torch.arange(int(counts[split_classes].max()))
+        is_image = columns < counts[split_classes][:, None]
+        class_images = image_order[torch.where(is_image, starts[split_classes][:, None] + columns, 0)]
         return class_images, is_image
 
     @property

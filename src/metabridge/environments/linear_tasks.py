@@ -151,7 +151,8 @@ class Landscape:
 class HardEasy:
     """Hard and easy tasks with probability ½ each (Collins et al. 2022, §3.2).
 
-    Hard tasks have Σ = ρ_H·I and w* ~ N(R·1, r_H·I); easy tasks have Σ = ρ_E·I and w* ~ N(0, r_E·I).
+    Hard tasks have Σ = ρ_H·I and w* ~ N(R·1, r_H·I); easy tasks have Σ = ρ_E·I and w* ~ N(0, r_E·I). Σ is the
+    covariance of the inputs, w* the solution of a task, and 1 the vector of ones.
 
     Args:
         rho_hard: The input variance ρ_H of hard tasks.
@@ -276,8 +277,8 @@ class LinearTasks:
 class LogisticTasks:
     """Logistic regression tasks on a landscape (Collins et al. 2022, fig. 7).
 
-    The label of an input x is 1 with probability 1/(1 + e^{−⟨w*, x⟩}), and 0 otherwise; x and w* are as in
-    `LinearTasks`. In multi-task methods, the head has two output units for each group.
+    The label of an input x ~ N(0, Σ) is 1 with probability 1/(1 + e^{−⟨w*, x⟩}), and 0 otherwise; Σ and the
+    distribution of w* depend on the task's group. In multi-task methods, the head has two output units for each group.
 
     Args:
         landscape: The groups of tasks. Their `noise` must be 0.
@@ -334,7 +335,7 @@ class LogisticTasks:
 
 
 def random_covariance(dimension: int, log_std: float, generator: torch.Generator) -> Tensor:
-    """Return a random covariance with uniformly distributed eigenvectors and log-normal eigenvalues of mean 1.
+    """Return a random covariance with uniformly distributed eigenvectors and log-normal eigenvalues scaled to mean 1.
 
     Args:
         dimension: The dimension d.

@@ -20,8 +20,8 @@ class Mixture:
 
     If the tasks of all environments have the same shapes, the environment of each task is sampled independently, and
     the tasks of a batch are ordered by environment. Tasks of different shapes, such as 2-way and 20-way tasks, do
-    not fit into one tensor, so all tasks of a batch are from one environment: the batch gradient has the same mean, but
-    a higher variance.
+    not fit into one tensor, so all tasks of a batch are from one random environment. The mean of the batch gradient is
+    then the same as for independent environments, but its variance is higher.
 
     `Episodes.classes` is set only if all environments have the same `class_names`, such as image tasks of one split.
     Only methods whose head has one output unit per training class need it.

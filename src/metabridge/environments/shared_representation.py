@@ -20,8 +20,8 @@ DEFAULT_VARIANCES = tuple(index / math.sqrt(11) for index in range(1, 6))
 class SharedRepresentation:
     """Linear tasks y = ⟨B*w*, x⟩ + z that share the representation B* (Yüksel et al. 2023, assumption 1).
 
-    Inputs are x ~ N(0, I_d), task parameters are w* ~ N(μ*, Σ*), and noise is z ~ N(0, σ²). B* is a random d × k matrix
-    with orthonormal columns. Σ* is diagonal without loss of generality.
+    Inputs are x ~ N(0, I_d), each task has its own w* ~ N(μ*, Σ*), and noise is z ~ N(0, σ²). B* is a random d × k
+    matrix with orthonormal columns. Σ* is diagonal without loss of generality.
 
     Args:
         dimension: The dimension d of the inputs.
@@ -159,7 +159,8 @@ class SharedRepresentation:
         return weights @ self.representation.mT.to(weights)
 
     def _sample_tasks(self, tasks: int, generator: torch.Generator) -> Episodes:
-        parameters = self._sample_parameters(tasks, generator)  # before all other samples, see `task_parameters`
+        # before all other samples, so that `task_parameters` can sample only these
+        parameters = self._sample_parameters(tasks, generator)
         x = torch.randn(tasks, self.shots + self.queries, self.dimension, generator=generator)
         noise = math.sqrt(self.noise) * torch.randn(tasks, self.shots + self.queries, 1, generator=generator)
         y = x @ parameters[:, :, None] + noise

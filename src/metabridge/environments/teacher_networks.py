@@ -41,7 +41,7 @@ def teacher_output(activation: Activation, neurons: Tensor, x: Tensor) -> Tensor
 
 @dataclass(frozen=True)
 class GaussianNeurons:
-    """A distribution of teachers with neurons w ~ N(mean·1, variance·I).
+    """A distribution of teachers with neurons w ~ N(mean·1, variance·I), where 1 is the vector of ones.
 
     Args:
         dimension: The dimension of the inputs.

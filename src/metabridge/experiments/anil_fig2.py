@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Largest relative difference from the limit that counts as agreement. FO-ANIL and FO-MAML are trained on 5000 tasks,
 # for which the paper says that they come close to the limit for infinitely many tasks.
 TOLERANCE = {"infinite-tasks": 0.01, "infinite-samples": 0.01, "fo-anil": 0.1, "fo-maml": 0.1}
-QUANTITIES = ("smallest", "largest")  # squared singular value
+QUANTITIES = ("smallest", "largest")  # which of the squared singular values
 
 
 def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Iterator[Row]:
@@ -52,7 +52,7 @@ def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Ite
 
 
 def figure(outcome: Outcome[Mapping[str, LinearRecord]]) -> Figure:
-    """Draw the smallest and the largest squared singular value during training."""
+    """Draw the smallest and the largest squared singular value during training, with their limits."""
     config = SETTINGS[outcome.result.scale]
     title = f"Learning the shared representation B* of {config.tasks} tasks"
     figure, panels = curve_panels(title, 2, config, outcome.data)

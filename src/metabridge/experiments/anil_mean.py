@@ -27,7 +27,8 @@ from metabridge.training.linear_anil import LinearAnilConfig
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TOLERANCE = {"fo-anil": 0.15, "fo-maml": 0.15, "infinite-tasks": 0.01}  # relative tolerance of each method
+# The methods, each with the relative tolerance of its smallest squared singular value.
+TOLERANCE = {"fo-anil": 0.15, "fo-maml": 0.15, "infinite-tasks": 0.01}
 # A run agrees if training reduces the squared distance from the mean task to less than this fraction.
 MAX_REMAINING_DISTANCE = 0.05
 QUANTITIES = {  # labels of the y-axes, by the key of the curve in records; "start" is the distance from the mean task

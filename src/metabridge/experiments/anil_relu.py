@@ -2,9 +2,9 @@
 
 These networks, called students, are trained on the same tasks as the linear networks, but the theory does not cover
 them. Two results are expected: in the first layer, squared singular values grow along B* and stay small in the
-directions orthogonal to B*; and the excess risk on new tasks is lower than before training. The paper reports neither
-numbers nor training options for these networks. Ours have a width of 100 and are trained by Adam with 100 tasks per
-step.
+directions orthogonal to B*; and the excess risk on new tasks, after one step of gradient descent (1-GD) or with ridge
+regression on the features, is lower than before training. The paper reports neither numbers nor training options for
+these networks. Ours have a width of 100 and are trained by Adam with 100 tasks per step.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def measure_student(
 
     risks = {}
     for points in settings.m_test:
-        best_ridge_model = min(ridge_models, key=lambda ridge: risk(ridge, points, seed=0))
+        best_ridge_model = min(ridge_models, key=lambda ridge_model: risk(ridge_model, points, seed=0))
         risks[f"1-GD, {points} points"] = risk(model, points, seed=1)
         risks[f"ridge, {points} points"] = risk(best_ridge_model, points, seed=1)
     return {quantity: float(value) for quantity, value in singular_values._asdict().items()}, risks

@@ -91,8 +91,8 @@ def risk_rows(risks: Risks, config: LinearAnilConfig, scale: str) -> Iterator[Ro
 def bound_rows(config: LinearAnilConfig, seed: int) -> Iterator[Row]:
     """Yield the error after one step, divided by the bound of proposition 1 without its constant.
 
-    The network is the limit of theorem 1. The bound holds with a probability p. The rows contain the p-quantile of this
-    ratio over tasks, which is the smallest constant for which the bound holds.
+    The network is the limit of theorem 1. According to the proposition, the bound holds with a probability p. The rows
+    contain the p-quantile of this ratio over tasks, which is the smallest constant for which that is true.
     """
     probability = 1 - 4 * math.exp(-len(config.variances) / 2)
     for points in config.m_test:

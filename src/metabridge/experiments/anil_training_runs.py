@@ -108,7 +108,7 @@ def new_task_risks(
     """Return the excess risks of all runs on new tasks, by estimator and number of points per task."""
     risks: dict[str, list[float]] = {}
     for points in config.m_test:
-        if nets.w is not None:
+        if nets.w is not None:  # Burer–Monteiro factorization trains no head w
             tasks_by_run = (TaskMoments.from_environment(environment) for environment in environments)
             risks[f"1-GD, {points} points"] = [  # 1-GD is one step of gradient descent
                 float(one_step_risk(B, w, tasks, config.alpha, points))
@@ -137,7 +137,7 @@ def curve_panels(
 
     title = f"{title}: means of {config.runs} runs ± one standard deviation"
     figure, axes = result_figures.subplots(title, 1, num_panels, (1 + 4.6 * num_panels, 5), **options)
-    xlabel = f"training, % of {config.steps:,} steps".replace(",000", " 000")
+    xlabel = f"training, % of {config.steps:,} steps".replace(",000", " 000")  # a space before the thousands
     if "burer-monteiro" in records:
         xlabel += f"\n(Burer–Monteiro: of {config.iterations} iterations of L-BFGS)"
     for panel in axes:

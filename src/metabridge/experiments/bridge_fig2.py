@@ -28,7 +28,8 @@ def rows(records: Mapping[str, TrainingRecord], _: ExperimentOptions) -> list[Ro
             ours, ci95, note = 100 * score.mean, 100 * score.ci95, f"after {record.minutes:.1f} minutes"
             rows.append(Row(f"{name}, {shots}-shot", "accuracy %", ours=ours, ci95=ci95, note=note))
         if record.evaluation_seconds is not None:
-            note = f"{score.tasks} tasks each with 1 and with 5 shots, without computing the features"
+            tasks = f"{score.tasks} tasks with 1 shot and {score.tasks} with 5 shots"
+            note = f"{tasks}; the time excludes feature extraction"
             rows.append(Row(f"{name}, evaluation", "seconds", ours=record.evaluation_seconds, note=note))
         rows.append(Row(f"{name}, training", "minutes", ours=record.minutes, note=f"on {record.environment.device}"))
     return rows

@@ -18,7 +18,7 @@ from metabridge.experiments.experiment import ExperimentOptions
 from metabridge.experiments.landscape_table1 import QUERIES, SIMILAR_ALPHABETS, WAYS
 from metabridge.experiments.landscape_training_runs import AccuracyRecord, Conv4Training, PlannedRun, train_all
 
-HARD_ALPHABETS = 10  # as in the paper; the alphabets with the lowest convergence rates are hard
+HARD_ALPHABETS = 10  # as in the paper; hard are the alphabets on which gradient descent converges most slowly
 # The settings of r_H with their labels in figures. Hard tasks from more alphabets have a larger r_H.
 R_H = {"small": "hard tasks from 2 alphabets", "large": f"hard tasks from {HARD_ALPHABETS} alphabets"}
 LEARNERS = ("nal", "maml")
@@ -73,7 +73,7 @@ def diagnose_case(data: str, images: LabeledImages, *, tasks: int, ranking_tasks
         setting: diagnose(
             hard_and_easy_tasks(images, hard[setting], easy),
             features=space.coordinates,
-            groups="parts",
+            groups="parts",  # the first part of the mixture is hard, the second easy
             tasks=tasks,
             seed=seed,
         )

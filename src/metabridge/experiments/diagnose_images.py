@@ -1,11 +1,11 @@
-"""Check whether diagnoses predict larger gains for small r_H (Collins et al. 2022, §5) and the right order of methods.
+"""Check whether diagnoses predict larger gains for small r_H (Collins et al. 2022, §5) and rank methods correctly.
 
 r_H is the dispersion of the solutions of the hard tasks. If all hard tasks are from two alphabets ("small r_H"), the
 diagnosis must predict a larger gain of adaptation than if they are from ten alphabets ("large r_H"), as in table 1 of
 the paper. Each seed initializes another untrained network, whose features also determine which alphabets are hard. On
 glyphs, small networks are trained in both settings to measure how much more accurate MAML is than non-adaptive learning
-(NAL). If the output folder contains the results of the experiments glyphs and kernel-fewshot, the predicted order of
-methods is compared with the order of their accuracies.
+(NAL). If the output folder contains the results of the experiments glyphs and kernel-fewshot, the predicted ranking of
+methods is compared with their accuracies.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, ClassVar
 from metabridge.experiments.diagnose_cases import R_H, RUN_NAMES, Case, diagnose_case, train_case
 from metabridge.experiments.experiment import Experiment, ExperimentOptions, Outcome
 from metabridge.experiments.landscape_training_runs import Conv4Training
-from metabridge.experiments.method_orders import MethodOrder, draw_orders, order_rows, predicted_orders
+from metabridge.experiments.method_rankings import MethodRanking, draw_rankings, predicted_rankings, ranking_rows
 from metabridge.report.results import Result, Row
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class Settings:
     """Numbers of tasks and seeds, and how networks are trained."""
 
     tasks: int  # number of tasks per diagnosis
-    ranking: int  # number of tasks per alphabet, to rank the alphabets
+    ranking: int  # number of tasks per alphabet, to rank the alphabets by difficulty
     seeds: int
     training: Conv4Training
 
@@ -48,15 +48,15 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Measurements:
-    """The cases, the orders of methods, and the seconds to compute both, without the training runs."""
+    """The cases, the predicted rankings of methods, and the seconds to compute both, without the training runs."""
 
     cases: tuple[Case, ...]
-    orders: tuple[MethodOrder, ...]
+    rankings: tuple[MethodRanking, ...]
     seconds: float
 
 
 def measure(options: ExperimentOptions) -> Measurements:
-    """Diagnose both settings of r_H on each data set, predict orders of methods, and train networks on glyphs."""
+    """Diagnose both settings of r_H on each data set, predict rankings of methods, and train networks on glyphs."""
     options.check_only(RUN_NAMES)
     settings, started = SETTINGS[options.scale], time.perf_counter()
     names = ["glyphs", "omniglot"] if options.scale == "paper" and options.has_data("omniglot") else ["glyphs"]
@@ -67,7 +67,7 @@ def measure(options: ExperimentOptions) -> Measurements:
         for name, images in datasets.items()
         for seed in seeds
     ]
-    orders = tuple(predicted_orders(options.out, datasets, tasks=settings.tasks // 2, seed=options.seed))
+    rankings = tuple(predicted_rankings(options.out, datasets, tasks=settings.tasks // 2, seed=options.seed))
     seconds = time.perf_counter() - started
     trained_cases = [
         train_case(options, EXPERIMENT.id, settings.training, case, datasets["glyphs"])
@@ -75,18 +75,22 @@ def measure(options: ExperimentOptions) -> Measurements:
         if case.data == "glyphs"
     ]
     untrained_cases = [case for case in cases if case.data != "glyphs"]
-    return Measurements((*trained_cases, *untrained_cases), orders, seconds)
+    return Measurements((*trained_cases, *untrained_cases), rankings, seconds)
 
 
 def rows(data: Measurements, _: ExperimentOptions) -> Iterator[Row]:
-    """Yield the rows of the diagnoses, of their agreement with the paper, and of the orders of methods."""
+    """Yield the rows of the diagnoses, of their agreement with the paper, and of the rankings of methods."""
     for name in dict.fromkeys(case.data for case in data.cases):
         yield from dataset_rows(name, [case for case in data.cases if case.data == name])
-    yield from order_rows(data.orders)
+    yield from ranking_rows(data.rankings)
 
 
 def dataset_rows(name: str, cases: Sequence[Case]) -> Iterator[Row]:
-    """Yield the predicted and the measured gains on one data set, and whether they are larger for small r_H."""
+    """Yield the predicted and the measured gains on one data set, and whether they are larger for small r_H.
+
+    The predicted gain is the risk of NAL divided by the risk of MAML, minus 1. For short inner steps, 1 + R²/r_H ranks
+    the settings more reliably than this ratio, where R is the distance between the solutions of hard and easy tasks.
+    """
 
     def ranking_row(quantity: str, is_correct: Sequence[bool], note: str = "") -> Row:
         label = f"{name}, small r_H ranked above large by {quantity}"
@@ -122,11 +126,11 @@ def dataset_rows(name: str, cases: Sequence[Case]) -> Iterator[Row]:
 
 
 def figure(outcome: Outcome[Measurements]) -> Figure:
-    """Draw the predicted and the measured gains in both settings, and how well the orders of methods are predicted."""
+    """Draw the predicted and the measured gains in both settings, and how well rankings of methods are predicted."""
     from metabridge.report import result_figures
     from metabridge.report.figures import COLORS, draw_intervals
 
-    cases, orders = outcome.data.cases, outcome.data.orders
+    cases, rankings = outcome.data.cases, outcome.data.rankings
     ratios = {
         label: {case.label: case.diagnoses[setting].ratio.excess_percent() for case in cases}
         for setting, label in R_H.items()
@@ -135,7 +139,7 @@ def figure(outcome: Outcome[Measurements]) -> Figure:
         label: {case.label: gain for case in cases if (gain := case.gain(setting))} for setting, label in R_H.items()
     }
     has_gains = any(gains.values())
-    num_rows = (2 + has_gains + bool(orders) + 1) // 2
+    num_rows = (2 + has_gains + bool(rankings) + 1) // 2
     figure, grid = result_figures.subplots("", num_rows, 2, (10.8, 4.2 * num_rows), squeeze=False)
     ratio_axes, distance_axes, *other_axes = grid.flat
     draw_intervals(ratio_axes, ratios)
@@ -159,8 +163,8 @@ def figure(outcome: Outcome[Measurements]) -> Figure:
         gain_axes.set_xlabel("accuracy of MAML minus NAL, percentage points")
     for axes in grid.flat[: 2 + has_gains]:
         axes.legend(fontsize=8)
-    if orders:
-        draw_orders(other_axes.pop(0), orders)
+    if rankings:
+        draw_rankings(other_axes.pop(0), rankings)
     for axes in other_axes:
         axes.remove()
     return figure

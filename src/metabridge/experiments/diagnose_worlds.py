@@ -74,6 +74,7 @@ class Measurements(NamedTuple):
 
 def measure(options: ExperimentOptions) -> Measurements:
     """Diagnose random problems and pairs of problems."""
+    # The seeds of problems are so far apart that single problems, pairs and runs with other seeds have different ones.
     settings, first_seed = SETTINGS[options.scale], 10_000 * (options.seed + 1)
     trials = tuple(run_trial(first_seed + i, settings.tasks) for i in range(settings.problems))
     pairs = tuple(run_pair(first_seed + 5_000 + i, settings.tasks) for i in range(settings.pairs))
@@ -93,6 +94,7 @@ def diagnose_problem(problem: LinearProblem, tasks: int, seed: int) -> Diagnosis
 def run_trial(seed: int, tasks: int) -> Trial:
     """Diagnose a random problem, and train NAL and MAML on it."""
     problem = random_problem(seed)
+    # seed + 1_000_000, so that the problem is trained on other tasks than those of the diagnosis
     trained_ratio = problem.trained_risks(TRAINING_TASKS, QUERIES, seed + 1_000_000).ratio
     return Trial(diagnose_problem(problem, tasks, seed), trained_ratio, problem.population_risks().ratio)
 

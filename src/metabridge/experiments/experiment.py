@@ -33,7 +33,7 @@ class FinishedRun(Protocol):
         """Duration of the training run or search, in minutes."""
 
 
-D = TypeVar("D")
+D = TypeVar("D")  # the data that an experiment measures
 R = TypeVar("R", bound=FinishedRun)
 
 

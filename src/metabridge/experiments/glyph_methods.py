@@ -1,7 +1,7 @@
 """All methods on 5-way 1-shot tasks of the built-in glyphs, tested on alphabets that are not used in training.
 
-There are no published numbers. The experiment shows how much more accurate each method is than its untrained network,
-how long training takes, and how much harder tasks within one alphabet are than tasks across alphabets.
+No paper has published such numbers. The experiment shows how much more accurate each method is than its untrained
+network, how long training takes, and how much harder tasks within one alphabet are than tasks across alphabets.
 """
 
 from __future__ import annotations
@@ -97,11 +97,11 @@ SETTINGS = {
 
 
 class Comparison(NamedTuple):
-    """The trained models and their scores by method, and the test tasks."""
+    """The trained models by method, their scores by method and kind of evaluation, and the source of test tasks."""
 
     runs: dict[str, Run]
     scores: dict[str, dict[str, Score]]
-    test_tasks: ImageTasks
+    test_environment: ImageTasks
 
 
 def measure(options: ExperimentOptions) -> Comparison:
@@ -116,7 +116,7 @@ def measure(options: ExperimentOptions) -> Comparison:
         net = conv4(channels=1, size=28, seed=seed).to(options.device)
         params = parameters(few_shot_method, net, classes=train.classes, seed=seed)
         untrained_model = Model(few_shot_method, net, params)
-        untrained_score = evaluate(untrained_model, comparison.test_tasks, tasks=settings.other_tasks, seed=seed)
+        untrained_score = evaluate(untrained_model, comparison.test_environment, tasks=settings.other_tasks, seed=seed)
         run = fit(
             net,
             few_shot_method,
@@ -133,7 +133,7 @@ def measure(options: ExperimentOptions) -> Comparison:
         )
         comparison.runs[name] = run
         comparison.scores[name] = {
-            "test tasks": evaluate(run, comparison.test_tasks, tasks=settings.test_tasks, seed=seed),
+            "test tasks": evaluate(run, comparison.test_environment, tasks=settings.test_tasks, seed=seed),
             "untrained": untrained_score,
             "same alphabet": evaluate(run, same_alphabet, tasks=settings.other_tasks, seed=seed),
             "different alphabets": evaluate(run, different_alphabets, tasks=settings.other_tasks, seed=seed),
@@ -148,7 +148,7 @@ def rows(comparison: Comparison, _: ExperimentOptions) -> list[Row]:
         for label, score in comparison.scores[name].items():
             ours, ci95, note = 100 * score.mean, 100 * score.ci95, f"{score.tasks} tasks"
             rows.append(Row(f"{name}, {label}", "accuracy %", ours=ours, ci95=ci95, note=note))
-        rows.append(Row(f"{name}, training", "seconds", ours=run.seconds, note="without validation"))
+        rows.append(Row(f"{name}, training", "seconds", ours=run.seconds, note="the time excludes validation"))
     return rows
 
 

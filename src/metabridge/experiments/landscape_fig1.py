@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PUBLISHED_RATIO = 3.0  # approximate ratio of the excess risks of NAL and MAML in landscape (d)
-LANDSCAPES = {
+LANDSCAPES = {  # the first two numbers are ρ of hard and of easy tasks
     "(a) equally hard": HardEasy(0.9, 0.9, R=5.0, r_hard=2.0, r_easy=2.0),
     "(b) hard ones far apart": HardEasy(0.1, 0.9, R=5.0, r_hard=25.0, r_easy=2.0),
     "(c) all close together": HardEasy(0.1, 0.9, R=0.5, r_hard=0.2, r_easy=0.2),

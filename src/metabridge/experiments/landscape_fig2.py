@@ -1,10 +1,11 @@
 """Collins et al. 2022, figures 2 and 8: solutions and risks of NAL and MAML for one hard and one easy task.
 
 The solution of MAML is closer to the hard task than that of non-adaptive learning (NAL), and its excess risk 𝓔_m is
-smaller if the number m of samples for adaptation is large enough. The hard task has the solution w* = 1 and inputs with
-the covariance Σ = ρ_H·I. The easy task has w* = −1 and Σ = I. Both have 10 dimensions. The results of SGD are compared
-with closed forms: the solutions with eq. 8, and the excess risks with eq. 6 and 7, which equal eq. 9 up to the factor
-‖w₁* − w₂*‖²/4. The caption of figure 2 has m = 100, the text m = 500; both are included.
+smaller if the number m of samples for adaptation is large enough. MAML is trained with as many samples for its inner
+step, n₂ = m. The hard task has the solution w* = 1 and inputs with the covariance Σ = ρ_H·I. The easy task has w* = −1
+and Σ = I. Both have 10 dimensions. The results of SGD are compared with closed forms: the solutions with eq. 8, and the
+excess risks with eq. 6 and 7, which equal eq. 9 up to the factor ‖w₁* − w₂*‖²/4. The caption of figure 2 has m = 100,
+the text m = 500; both are included.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ SETTINGS = {
 
 def landscape(rho: float) -> Landscape:
     """Return the landscape of the hard task, with inputs of variance `rho`, and the easy task."""
-    return Landscape((TaskGroup(rho, 1.0, 0.0, NOISE, 0.5), TaskGroup(1.0, -1.0, 0.0, NOISE, 0.5)), DIMENSION)
+    hard = TaskGroup(covariance=rho, center=1.0, noise=NOISE, probability=0.5)
+    easy = TaskGroup(covariance=1.0, center=-1.0, noise=NOISE, probability=0.5)
+    return Landscape((hard, easy), DIMENSION)
 
 
 def measure(options: ExperimentOptions) -> SgdResults:

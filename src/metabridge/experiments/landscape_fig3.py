@@ -2,9 +2,9 @@
 
 NAL is non-adaptive learning. R is the distance between the centers of hard and easy tasks, r_H and r_E are the
 dispersions of hard and easy tasks. The inputs have d = 10 dimensions and the variances ρ_H = 0.1 in hard and ρ_E = 0.9
-in easy tasks. The gradient step has m = n₂ = 500 samples. In one setting, the hard tasks are far apart (R²/r_H = 0.5
-and R²/r_E = 10). In the other, the easy tasks are far apart (R²/r_H = 10 and R²/r_E = 0.5). The last panel of the
-figure shows how the ratio approaches the limit of corollary 2.
+in easy tasks. The gradient step has 500 samples, at test time (m) and in training (n₂). In one setting, the hard tasks
+are far apart (R²/r_H = 0.5 and R²/r_E = 10). In the other, the easy tasks are far apart (R²/r_H = 10 and R²/r_E = 0.5).
+The last panel of the figure shows how the ratio approaches the limit of corollary 2.
 """
 
 from __future__ import annotations

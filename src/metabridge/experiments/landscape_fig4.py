@@ -2,9 +2,9 @@
 
 In the paper, the minima of non-adaptive learning (NAL) and MAML coincide if all tasks are easy. If one task is hard,
 the minimum of MAML is closer to it and has a lower loss after adaptation. The paper gives neither the positions of the
-neurons nor α. Here the neurons of four tasks are the corners of a square in both cases, so that the cases differ only
-in the hardness of one task. The symmetry of a square makes the minima of four easy tasks coincide, so an asymmetric
-case is included as well.
+neurons nor the step size α. Here the neurons of four tasks are the corners of a square in both cases, so that the cases
+differ only in the hardness of one task. The symmetry of a square makes the minima of four easy tasks coincide, so an
+asymmetric case is included as well.
 """
 
 from __future__ import annotations

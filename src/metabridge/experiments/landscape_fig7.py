@@ -1,10 +1,11 @@
 """Collins et al. 2022, figure 7: solutions and risks of NAL and MAML in logistic regression.
 
 As in linear regression, the solution of MAML is closer to the hard task than that of non-adaptive learning (NAL). The
-two tasks are those of figure 2 with binary labels instead of regression targets, and m = n₂ = 500. The paper does not
-give the step size α. For linear regression, it uses the inverse of the smoothness of the easy task. This is 4/ρ_E here,
-because the curvature of the logistic loss is at most ¼. α = 1/ρ_E is included as well. The risk above the floor is
-F_m(w), the loss after a step on m samples, minus the mean loss of the tasks at their solutions w*.
+two tasks are those of figure 2 with binary labels instead of regression targets. The gradient step has 500 samples, at
+test time (m) and in training (n₂). The paper does not give the step size α. For linear regression, it uses the inverse
+of the smoothness of the easy task. This is 4/ρ_E here, because the curvature of the logistic loss is at most ¼. α =
+1/ρ_E is included as well. The risk above the floor is F_m(w), the loss after a step on m samples, minus the mean loss
+of the tasks at their solutions w*.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ SETTINGS = {
 
 def landscape(rho: float) -> Landscape:
     """Return the landscape of the hard task, with inputs of variance `rho`, and the easy task."""
-    return Landscape((TaskGroup(rho, 1.0, probability=0.5), TaskGroup(1.0, -1.0, probability=0.5)), DIMENSION)
+    hard = TaskGroup(covariance=rho, center=1.0, probability=0.5)
+    easy = TaskGroup(covariance=1.0, center=-1.0, probability=0.5)
+    return Landscape((hard, easy), DIMENSION)
 
 
 def measure(options: ExperimentOptions) -> SgdResults:

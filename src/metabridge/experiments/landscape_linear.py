@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 Name = TypeVar("Name", bound=str)
 LABELS: dict[SolutionName, str] = {"nal": "NAL", "maml": "MAML"}
-LR: dict[SolutionName, float] = {"nal": 0.025, "maml": 1e-4}  # of SGD; that of MAML is to be multiplied by n₂
+# Learning rates of SGD. `learners` multiplies that of MAML by n₂, the number of samples of its inner step.
+LR: dict[SolutionName, float] = {"nal": 0.025, "maml": 1e-4}
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from metabridge.theory.teachers import TeacherTask
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Neuron = tuple[float, float]
+Neuron = tuple[float, float]  # its weights
 
 SQUARE: tuple[Neuron, ...] = ((1.0, 1.0), (-1.0, 1.0), (-1.0, -1.0), (1.0, -1.0))
 # The paper does not give α. Here it is the inverse of the curvature of an easy task at the origin, which is σ'(0)², or
@@ -128,6 +128,7 @@ def minima_rows(case_minima: CaseMinima) -> Iterator[Row]:
     draws = f"over {len(risks['NAL'])} draws of all episodes"
 
     def row(name: str, metric: str, values: Sequence[float], note: str = draws, above: float | None = None) -> Row:
+        """Return a row with the mean of the values. If the paper's minima differ, it agrees if the mean is `above`."""
         row = Row.mean(f"{case.name}: {name}", metric, values, note=note)
         if above is None or not case.minima_differ:
             return row

@@ -58,7 +58,7 @@ SETTINGS = {
     ),
 }
 
-Distances = dict[str, ValuesBySize]  # of every run, by method and varied size
+Distances = dict[str, ValuesBySize]  # of every run, by the keys of `SIZE_LABELS` and by the size that varies
 
 
 def landscape() -> Landscape:
@@ -69,7 +69,8 @@ def landscape() -> Landscape:
         rotation = torch.linalg.qr(torch.randn(DIMENSION, DIMENSION, generator=generator).double())[0]
         eigenvalues = torch.linspace(0.3, 1.0, DIMENSION, dtype=torch.float64) * largest_eigenvalue
         covariance = (rotation * eigenvalues) @ rotation.mT
-        groups.append(TaskGroup((covariance + covariance.mT) / 2, center, 0.5, 0.25, 1 / 3))
+        covariance = (covariance + covariance.mT) / 2  # exactly symmetric, in spite of rounding errors
+        groups.append(TaskGroup(covariance, center, spread=0.5, noise=0.25, probability=1 / 3))
     return Landscape(tuple(groups), DIMENSION)
 
 
@@ -79,6 +80,8 @@ def measure(options: ExperimentOptions) -> Distances:
     population = landscape()
     tasks = LinearTasks(population, INNER, OUTER)
 
+    # In `nal_points` and `maml_episodes`, every sampled task is a group of its own, so each gets the same number of
+    # points or episodes.
     def nal_points(n: int) -> Tensor:
         sampled = population.sample_finite(settings.fixed, generator)
         episodes = LinearTasks(sampled, n // 2, n - n // 2).sample_every_group(1, generator)

@@ -32,7 +32,8 @@ from metabridge.experiments.landscape_training_runs import (
 )
 from metabridge.report.results import Row
 
-# accuracy in percent and the half-width of its 95 % interval, for each of `TASK_KINDS` (table 4)
+# Accuracy in percent and the half-width of its 95 % interval, for each of `TASK_KINDS` (table 4). The keys contain the
+# variant (large or small r_H), the method and, for NAL, the number of shots in training.
 PUBLISHED: dict[str, tuple[tuple[float, float], ...]] = {
     "large-maml": ((99.2, 0.2), (96.0, 0.6), (98.0, 0.2), (81.2, 0.3)),
     "large-nal-1": ((69.4, 0.4), (41.5, 0.3), (57.8, 0.4), (45.2, 0.8)),
@@ -102,7 +103,7 @@ def hardest_alphabets(ranking: AccuracyRecord) -> list[str]:
 
 
 def split_alphabets(names: list[str], ranking: AccuracyRecord, variant: str, seed: int) -> dict[str, list[str]]:
-    """Return the alphabets of each kind of task.
+    """Return the alphabets of each kind of task. `names` are all alphabets of the data set.
 
     Half of the hard alphabets and five eighths of the easy ones are for training, the others for testing. In the
     variant "small", there are two hard alphabets: those of the paper, or the two hardest if those are missing. An

@@ -70,6 +70,7 @@ def theorem_rows(checks: Iterable[BoundCheck]) -> Iterator[Row]:
         if not check.applicable:
             continue
         yield _row(check, "after a step", [(point.adapted_ratio, point.adapted_bound) for point in check.applicable])
+        # `printed_bound` is the bound of the theorem as printed, without its O(α²) term.
         satisfied = sum(point.ratio <= point.printed_bound for point in check.applicable)
         excess = max(0, *(point.ratio - point.printed_bound for point in check.applicable))
         note = (

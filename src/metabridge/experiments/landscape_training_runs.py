@@ -81,7 +81,7 @@ class PlannedRun:
     """A training run that an experiment needs.
 
     Args:
-        name: Name of the run, as in `ExperimentOptions.only`. It is the same for all seeds.
+        name: Name by which `--only` selects the run. It is the same for all seeds.
         training: The method, its options, the network and the seed.
         train_environment: Environment of the training tasks.
         test_environments: Environment of the test tasks of each kind.

@@ -49,7 +49,7 @@ class Settings:
     nets: int
     steps: int = 80
     tasks: int = 4
-    inner_time: float = 0.05  # λτ
+    inner_time: float = 0.05  # λτ, inner learning rate times number of inner steps
     inner_steps: int = 5
 
 
@@ -86,8 +86,8 @@ def measure(options: ExperimentOptions) -> Measurements:
     """Train networks of each width from several initializations, all on the same tasks."""
     settings = SETTINGS[options.scale]
     episodes = sample_tasks(settings.tasks, options.seed).to(options.device)
-    double = episodes.to(dtype=torch.float64)
-    limit_kernel = meta_ntk(KERNEL, double.query_x, double.support_x, adapts="all", time=settings.inner_time)
+    in_float64 = episodes.to(dtype=torch.float64)
+    limit_kernel = meta_ntk(KERNEL, in_float64.query_x, in_float64.support_x, adapts="all", time=settings.inner_time)
     convergence = ConvergenceRate.from_kernel(limit_kernel)
     by_width = {
         width: [train(settings, width, seed, episodes, limit_kernel, convergence.lr) for seed in seeds]

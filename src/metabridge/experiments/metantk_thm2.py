@@ -43,11 +43,11 @@ class Settings:
     nets: int
     tasks: int = 3
     test_tasks: int = 10
-    inner_time: float = 0.05  # λτ, in training and at test time
+    inner_time: float = 0.05  # λτ, inner learning rate times number of inner steps, in training and at test time
     inner_steps: int = 10
     outer_time: float = 3.0  # ηt·σ_max(Φ), the finite time of training
     outer_steps: int = 30
-    remainder: float = 0.003  # fraction of the slowest error mode that remains at the end, according to the kernel
+    remainder: float = 0.003  # fraction of the error along the slowest eigenvector of Φ that remains at the end
 
 
 SETTINGS = {
@@ -80,7 +80,7 @@ def measure(options: ExperimentOptions) -> Errors:
         for name, seed in itertools.product(METHODS, seeds):
             training_method, test_method = methods(settings, name)
             net = wide(TASKS.dimension, width=width, depth=DEPTH, seed=seed).to(options.device)
-            training = CenteredTraining(training_method, net, train)
+            training = CenteredTraining(training_method, net, train)  # of the outputs minus the initial outputs
             for stage in stages[name]:
                 training.descend(stage.lr, stage.steps)
                 difference = training.predict(test_method, test) - stage.kernel_prediction

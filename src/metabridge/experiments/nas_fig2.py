@@ -71,6 +71,7 @@ def overlap(first: Architecture, second: Architecture) -> tuple[float, float]:
     >>> overlap(Architecture(cell, cell), Architecture(cell, other))
     (91.66..., 83.33...)
     """
+    # An active operator is a cell, an edge and the operator on this edge.
     operators, other_operators = (set(architecture.active_operators) for architecture in (first, second))
     common_edges = {operator[:2] for operator in operators} & {operator[:2] for operator in other_operators}
     return 100 * len(common_edges) / len(operators), 100 * len(operators & other_operators) / len(operators)

@@ -36,8 +36,8 @@ class Settings:
     architectures: int
     search: SearchConfig
     config: ImageTrainingConfig
-    test_tasks: int
-    resamples: int
+    test_tasks: int  # number of tasks
+    resamples: int  # of the architectures, for the bootstrap intervals
 
 
 _CONFIG = ImageTrainingConfig(
@@ -188,6 +188,7 @@ def score(
         search = replace(settings.search, kernel=kernel)
         scores = score_architecture(architecture, images, search, device=options.device)
         proxies[proxy] = mean_score([score.condition for score in scores if score.condition is not None])
+        # the same for every kernel
         proxies["linear regions"] = mean_score([score.regions for score in scores if score.regions is not None])
     proxies["parameters"] = ProxyScore(float(sum(value.numel() for value in run.net.features.parameters())))
     values = {proxy: None if result.failure else result.value for proxy, result in proxies.items()}

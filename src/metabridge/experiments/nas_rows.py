@@ -11,7 +11,7 @@ from metabridge.experiments.nas_searches import SearchRecord
 from metabridge.experiments.training_records import TrainingRecord
 from metabridge.report.results import Row
 
-Accuracies = Mapping[int, tuple[float, float]]  # percent and standard deviation over searches, by shots
+Accuracies = Mapping[int, tuple[float, float]]  # mean in percent and standard deviation over searches, by shots
 
 
 def accuracy_rows(

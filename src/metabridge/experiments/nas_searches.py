@@ -50,8 +50,8 @@ class SearchVariant:
 METANTK = SearchVariant("maml")
 DEEP = SearchVariant("anil", cells=8, adaptation_time=1.0, ridge=1e-5)
 NTK = SearchVariant("ntk")
-REGIONS = SearchVariant("none")
-RANDOM = SearchVariant("random")
+REGIONS = SearchVariant("none")  # guided only by the number of linear regions
+RANDOM = SearchVariant("random")  # draws a random architecture
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Settings:
         recipes: Other training configurations of networks of cells: for each name, the fields that differ.
         lr: Learning rate for networks of cells.
         drop_rate: Drop rate for networks of cells.
-        tasks: Number of tasks to evaluate on, in validation and test.
+        tasks: Number of validation tasks, and of test tasks, on which a trained network is evaluated.
         views: Test-time augmentations to choose from in validation.
         data: Name of the data set.
         image_channels: Number of channels of the images in the data set.

@@ -1,6 +1,6 @@
 """Comparison of optimizers, soft targets and weight averaging, for a classifier of all mini-ImageNet training classes.
 
-There are no published numbers. Every case changes some options of the case "muon".
+No paper has published such numbers. Every case changes some options of the case "muon".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Training runs on images that several experiments share. Each network is trained once; its accuracies are stored."""
+"""Training runs on images, and their records. Experiments that need the same training run share its record."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from metabridge.training.image_training import train_on_images
 
 # L2 penalties of the test-time logistic regression (Wang et al. 2021, table 5)
 PENALTIES = (1e-4, 1e-3, 0.01, 0.1, 0.33, 1.0, 3.0)
-AUGMENTED_PENALTIES = PENALTIES[3:]  # those to compare with test-time augmentation
+AUGMENTED_PENALTIES = PENALTIES[3:]  # those that are also evaluated with test-time augmentation
 
 
 @dataclass(frozen=True)

@@ -34,8 +34,8 @@ def principal_coordinates(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Returns:
         The coordinates, (tasks, n, r); matrices T that convert a weight from these coordinates; and the mean of the
-        features. For a weight with coordinates v, T v is the weight itself if n ≥ d, and its dual coefficients
-        otherwise, see `_coordinates_from_gram`.
+        features. For a weight with coordinates v, T v is the weight itself if n ≥ d. Otherwise it contains the dual
+        coefficients a of the weight Σ_i a_i x_i, a sum over the centered features x_i.
     """
     centered, mean = center(x)
     if x.shape[-2] < x.shape[-1]:
@@ -45,6 +45,9 @@ def principal_coordinates(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def principal_coordinates_with_bias(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Split the vectors (x − mean, 0) into their components along (mean, 1) and an orthogonal part.
+
+    A model with a penalized bias treats the bias as the weight of a constant feature 1, so its features are
+    (x, 1) = (x − mean, 0) + (mean, 1).
 
     Args:
         x: The features, (tasks, n, d).
@@ -95,6 +98,7 @@ def _coordinates_from_gram(gram: Tensor, centered_features: Callable[[Tensor], T
         left_vectors, svd_values, _ = torch.linalg.svd(centered_features(needs_svd), full_matrices=False)
         eigenvectors[needs_svd], singular_values[needs_svd] = left_vectors, svd_values
     singular_values = singular_values[..., None, :]
+    # Rounding errors of singular values, from the SVD or from the square root of the Gram matrix's eigenvalues.
     relative_error = torch.where(needs_svd, 1e-13, 1e-7)[:, None, None]
     is_nonzero = singular_values > relative_error * singular_values.amax(-1, keepdim=True)
     coordinates = eigenvectors * torch.where(is_nonzero, singular_values, 0)
@@ -104,9 +108,9 @@ def _coordinates_from_gram(gram: Tensor, centered_features: Callable[[Tensor], T
 def gram_matrix(x: Tensor, sensitivity: float) -> tuple[Tensor, Tensor | None]:
     """Return the Gram matrix of the features in float64, and the subtracted mean, or None if none was subtracted.
 
-    The product is computed in float32, without centering, for float32 features on a CPU if the matrix product precision
-    is "highest" and the estimated rounding errors of the scores are below `MAX_SCORE_ERROR`. Otherwise the features are
-    centered and multiplied in float64.
+    The product is computed in float32, without centering, for float32 features on a CPU if PyTorch's
+    `float32_matmul_precision` is "highest" and the estimated rounding errors of the scores are below `MAX_SCORE_ERROR`.
+    Otherwise the features are centered and multiplied in float64.
 
     Args:
         x: The features, (tasks, n, d).

@@ -58,8 +58,8 @@ def weight_and_bias(
     Args:
         features: The features as they were passed to `Head.fit`.
         weight: The weights, (tasks, outputs, d).
-        origin_scores: The scores at the origin, (tasks, outputs).
-        origin: A vector for each task, (tasks, 1, d), or None for 0.
+        origin_scores: The scores at `origin`, (tasks, outputs).
+        origin: The point at which the scores are `origin_scores`, (tasks, 1, d); None for 0.
 
     Raises:
         InputError: If the weight or the bias overflows.

@@ -142,6 +142,7 @@ class PairwiseHead(NamedTuple):
         outputs = (1 + isqrt(1 + 8 * self.bias.shape[-1])) // 2  # there are outputs · (outputs − 1) / 2 pairs
         i, j = torch.triu_indices(outputs, outputs, 1, device=decisions.device)
         pair_signs = (one_hot(i, outputs) - one_hot(j, outputs)).to(decisions.dtype)
+        # Each decision is worth +½ or −½ to an output, so (outputs − 1) / 2 more makes the sum the number of votes.
         votes = (0.5 - (decisions < 0).to(decisions.dtype)) @ pair_signs + (outputs - 1) / 2
         decision_sum = decisions @ pair_signs
         return votes + decision_sum / (3 * decision_sum.abs() + 3)
@@ -153,7 +154,7 @@ FITTED_HEADS: dict[str, type[FittedHead]] = {cls.__name__: cls for cls in get_ar
 
 
 def at_least_float32(features: Tensor) -> Tensor:
-    """Convert float16 and bfloat16 features to float32, because half-precision norms overflow and biases are rounded.
+    """Convert float16 and bfloat16 features to float32, since in half precision norms overflow and biases lose digits.
 
     >>> at_least_float32(torch.ones(1, dtype=torch.bfloat16)).dtype
     torch.float32

@@ -23,7 +23,7 @@ class LogisticRegression(Head):
 
     φ_n are the features and y_n the labels. The bias b is not penalized. With three or more outputs, this equals
     scikit-learn's `LogisticRegression(C=1/penalty)`. With two outputs, it equals `LogisticRegression(C=2/penalty)`,
-    because scikit-learn has a single weight vector, the difference of the two.
+    because scikit-learn then penalizes a single weight vector, the difference of the two rows of W.
 
     Args:
         penalty: The weight of ½‖W‖².
@@ -42,7 +42,7 @@ class LogisticRegression(Head):
     name: ClassVar[str] = "logistic"
     label: ClassVar[str] = "logistic regression"
     calibrated: ClassVar[bool] = True
-    default_penalty: ClassVar[float | None] = 0.33  # the penalty of the presets mtl and rfs
+    default_penalty: ClassVar[float | None] = 0.33  # as in the presets "mtl" and "rfs" of `method`
 
     penalty: float = 1.0
     normalize: bool = True
@@ -64,6 +64,6 @@ class LogisticRegression(Head):
         warn_if_not_converged(self, suboptimality, "a larger penalty")
         solution = solution - solution.mean(-1, keepdim=True)  # softmax is invariant to the mean over outputs
         weight = (from_coordinates @ solution[:, :-1]).mT
-        if x.shape[-2] < x.shape[-1]:
+        if x.shape[-2] < x.shape[-1]:  # `weight` contains dual coefficients
             weight, mean = weighted_sum_plus_mean(weight, x, coordinates, mean)
         return LinearHead(*weight_and_bias(features, weight, solution[:, -1], mean), self.normalize)

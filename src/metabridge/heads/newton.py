@@ -74,6 +74,7 @@ def _cross_entropy(targets: Tensor, scores: Tensor) -> Expansion:
         weighted = p * (direction - (targets * direction).sum(-1, keepdim=True))
         return weighted - p * weighted.sum(-1, keepdim=True)
 
+    # log Σ exp(logits), where the logit of the true class is 0
     value = (max_logit + (wrong_sum + torch.expm1(-max_logit)).log1p()).sum((-2, -1), keepdim=True)
     diagonal = torch.where(targets > 0, p * error_probability, p - p.square())
     return Expansion(value, torch.where(targets > 0, -error_probability, p), hvp, diagonal)
@@ -106,7 +107,7 @@ def minimize(loss: Loss, labels: Tensor, X: Tensor, penalty: Tensor, outputs: in
         V, and an estimate of the relative suboptimality of each subproblem, (tasks, subproblems): half the Newton
         decrement −⟨gradient, step⟩ before the last step, divided by the objective. If a separable loss has directions
         without curvature, in which rounding errors can hide the suboptimality, the estimate is at least the upper bound
-        ½ Σ_j gradient_j² / penalty_j after the last step.
+        ½ Σ_j gradient_j² / penalty_j after the last step, divided by the objective.
 
     >>> import torch
     >>> X, labels = torch.tensor([[[1.0], [-1.0]]]).double(), torch.tensor([[0, 1]])
@@ -212,6 +213,7 @@ def _newton_step(
     )
     unsolved = (~solved).any(-1).any(-1).nonzero()[:, 0]
     if unknowns <= _MAX_CHOLESKY_SIZE and len(unsolved):
+        # The Hessians of a chunk have at most 2²⁴ entries, 128 MB.
         for chunk in unsolved.split(max(1, 2**24 // unknowns**2)):
             chunk_expansion = loss.expand(targets[chunk], scores[chunk])
             step[chunk] = _cholesky_newton_step(
@@ -241,7 +243,7 @@ def _cholesky_newton_step(
         hessian = hessian + torch.diag_embed(penalty[:, :, 0].repeat(1, outputs))[:, None]
     scale = hessian.diagonal(dim1=-2, dim2=-1).clamp_min(1e-300).rsqrt()
     hessian = scale[..., :, None] * hessian * scale[..., None, :]
-    hessian.diagonal(dim1=-2, dim2=-1).add_(1e-13)
+    hessian.diagonal(dim1=-2, dim2=-1).add_(1e-13)  # so that the factorization of a singular Hessian succeeds
     factor = torch.linalg.cholesky_ex(hessian).L
 
     def precondition(v: Tensor) -> Tensor:

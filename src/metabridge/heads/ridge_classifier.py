@@ -70,6 +70,7 @@ class RidgeClassifier(Head):
                 return LinearHead(*weight_and_bias(features, weight, origin_scores, origin), self.normalize)
 
         def solve(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+            """Return the weight, the scores at the mean of the features, and this mean."""
             coordinates, from_coordinates, mean = principal_coordinates(x)
             y = y.double()
             target_mean = y.mean(-2, keepdim=True)

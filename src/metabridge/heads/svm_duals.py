@@ -20,10 +20,10 @@ def one_vs_one(gram: Tensor, labels: Tensor, outputs: int, C: float) -> tuple[Te
     """Solve the hinge-loss support vector machine of each pair of classes.
 
     The pairs are outputs i < j in the order (0, 1), (0, 2), ... With s = 1 for examples of i and s = −1 for examples of
-    j, the problem of a pair is min ½ Σ α_p α_q s_p s_q K_pq − Σ α_p, subject to 0 ≤ α ≤ C and Σ s_p α_p = 0. The bias
-    is chosen as in libsvm: the mean bias over the free support vectors (0 < α < C), where the bias of a support vector
-    places it on its margin. If there are none, the bias is the midpoint of the interval of biases that satisfy the KKT
-    conditions.
+    j, the problem of a pair is min ½ Σ α_p α_q s_p s_q K_pq − Σ α_p over its examples p and q, subject to 0 ≤ α ≤ C and
+    Σ s_p α_p = 0. The bias is chosen as in libsvm: the mean bias over the free support vectors (0 < α < C), where the
+    bias of a support vector places it on its margin. If there are none, the bias is the midpoint of the interval of
+    biases that satisfy the KKT conditions.
 
     Args:
         gram: The Gram matrices K, (tasks, n, n).
@@ -111,6 +111,7 @@ def solve_squared_hinge(
         iterations=MAX_INTERIOR_POINT_STEPS,
         tolerance=1e-13,
     )
+    # A variable counts as free if its distance from the bound 0 exceeds the multiplier of this bound.
     is_free = (solution.slack[:, 0, 0] > solution.lower[:, 0])[:, :-1]
     alpha, intercept = solution.alpha[:, 0, :-1].clamp_min(0), solution.alpha[:, 0, -1] / intercept_penalty
     margin = (scaled_K @ alpha[..., None])[..., 0] + signed_factor * intercept[:, None]
@@ -250,6 +251,7 @@ def _interior_point_method(Q: Tensor, sign: Tensor, upper: Tensor) -> tuple[Tens
         iterations=MAX_INTERIOR_POINT_STEPS,
         tolerance=1e-13,
     )
+    # A variable counts as at a bound if its distance from it is at most the multiplier of the bound.
     at_zero = solution.slack[:, 0, 0] <= solution.lower[:, 0]
     at_upper = solution.slack[:, 1, 0] <= solution.upper[:, 0]
     alpha = solution.alpha[:, 0] * is_example

@@ -58,7 +58,8 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
     together, and a warning is issued. With running statistics, each image is predicted independently.
 
     Args:
-        run: The folder of a run, or the run itself.
+        run: The folder of a training run (`out` in `mb.fit`), or a trained model, such as the `Run` that `mb.fit` or
+            `mb.load` returned.
         head: The name of a test-time head, such as "logistic" (`mb.heads.Head.registry` contains all names). The head
             is fitted on the features of the run, for any number of classes. Default: adapt with the run's method.
         device: The device to compute on, such as "cpu" or "cuda".
@@ -187,7 +188,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         """
         check_is_fitted(self)
         adapted, head = self.adapted_, self.adapted_.head
-        recipe = dict(adapted.net.recipe or {})
+        recipe = dict(adapted.net.recipe or {})  # the model name and options from which the network was built
         metadata = {
             "version": FORMAT_VERSION,
             "model": recipe | ({"pretrained": False} if "pretrained" in recipe else {}),  # the weights are in this file

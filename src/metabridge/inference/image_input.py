@@ -42,6 +42,7 @@ def model_decode_options(model: Model) -> DecodeOptions:
     DecodeOptions(size=28, channels=1, crop=True, invert=False)
     """
     channels, size = image_shape(model.net)
+    # A run stores the arguments of `datasets.load` for its training images; the name may be "NAME:PATH".
     load_arguments = getattr(model, "settings", {}).get("tasks", {}).get("data") or {}
     reader = DATASETS.get(str(load_arguments.get("name")).partition(":")[0], DATASETS["folder"])
     return replace(reader.decode_options, channels=channels, size=size)

@@ -1,6 +1,6 @@
 """NNGP kernel and NTK of an infinitely wide network, computed in tiles.
 
-Covariances are computed in double precision even for float32 inputs: activations depend on the arc cosine of a
+Covariances are computed in double precision even for float32 inputs: the kernel of ReLU depends on the arc cosine of a
 correlation, and in single precision, arccos has only about three correct digits near 1. Results have the dtype of the
 inputs. The kernels are not differentiable.
 """
@@ -153,7 +153,8 @@ class AnalyticKernel:
     def _record_variances(self, x: Tensor, max_pairs: int, name: str) -> list[Tensor]:
         """Return the variances of all points at every layer that calls `KernelState.get_variances`.
 
-        They are computed from the kernels of each point with itself, which are also checked.
+        They are computed from the kernels of each point with itself. Raise InputError if one of these kernels is zero
+        or overflows.
 
         Args:
             x: The points.

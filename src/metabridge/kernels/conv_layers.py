@@ -172,7 +172,7 @@ class AveragePool:
         def pool(values: Tensor) -> Tensor:
             for axis in (-4, -3, -2, -1):
                 values = _sum_windows(values, (axis,), self.size, self._stride)
-            return values.div_(self.size**4)
+            return values.div_(self.size**4)  # number of pairs of pixels of two windows
 
         state.map(pool)
 

@@ -30,7 +30,7 @@ class NetworkProfile(NamedTuple):
         multiplications: Number of multiplications in a forward pass of one sample.
         graph_bytes: Bytes per sample that a forward pass saves for the backward pass.
         transient_bytes: Peak memory per sample of the forward and backward pass beyond `graph_bytes`, in bytes. It
-            includes the gradients at all layers.
+            includes the gradients with respect to the outputs of all layers.
         workspace_bytes: Bytes per sample for computing the gradients of a layer, for the layer that needs the most.
         itemsize: Bytes per element.
     """
@@ -85,20 +85,21 @@ def profile_network(
     it may be zero for this sample.
 
     Args:
-        gradients: The gradients to be computed.
+        gradients: Computes the per-sample gradients.
         y: Outputs for one sample.
         calls: The layer calls in the forward pass of this sample.
         two_samples: A batch of two samples; the first is the sample with the outputs `y`.
         cotangent: Cotangent of `y`.
-        exact_gradients: Exact gradient of every parameter for this cotangent.
-        gradients_per_sample: Number of gradients per sample.
+        exact_gradients: Exact gradient (from autograd) of every parameter for this cotangent; None if the outputs do
+            not depend on the parameter.
+        gradients_per_sample: Number of gradients per sample: the number of outputs, or 1 if the outputs are summed.
         graph_bytes: Bytes that the forward pass has saved for the backward pass.
 
     Returns:
         The sizes and costs of the network.
     """
     names = [name for name in gradients.params if name in gradients.names]
-    calls = _select_parameters(calls, gradients.names)
+    calls = _calls_with_parameters(calls, gradients.names)
     edges = [call.edge for call in calls]
     batched_backward = (
         bool(edges) and gradients_per_sample > 1 and not on_cpu(y) and _supports_batched_backward(edges, y)
@@ -132,7 +133,7 @@ def profile_network(
     )
 
 
-def _select_parameters(calls: list[LayerCall], names: frozenset[str]) -> list[LayerCall]:
+def _calls_with_parameters(calls: list[LayerCall], names: frozenset[str]) -> list[LayerCall]:
     """Return the calls that use at least one of the named parameters, without the roles of other parameters."""
     call_roles = [{name: role for name, role in call.roles.items() if name in names} for call in calls]
     return [call._replace(roles=roles) for call, roles in zip(calls, call_roles) if roles]
@@ -144,7 +145,7 @@ def _gradients_by_layer(gradients: PerSampleGradients, two_samples: Tensor, cota
     Omit the parameters of layers whose input does not have one row per sample.
     """
     y, _, calls = gradients.trace(two_samples)
-    calls = _select_parameters(calls, gradients.names)
+    calls = _calls_with_parameters(calls, gradients.names)
     result: Params = {}
     edges = [call.edge for call in calls]
     grads_of_calls = gradients_at(edges, y, cotangent.expand_as(y).unsqueeze(0), batched=False) if calls else []
@@ -170,7 +171,10 @@ def _supports_batched_backward(edges: list[GradientEdge], y: Tensor) -> bool:
 
 
 def _find_mismatches(comparisons: dict[str, tuple[Tensor, Tensor]]) -> list[str]:
-    """Return the names of the pairs of tensors that differ. All comparisons need only one device-to-host transfer."""
+    """Return the names of the pairs (value, exact) that differ by more than 0.1 % of the largest element of `exact`.
+
+    All comparisons need only one device-to-host transfer.
+    """
     if not comparisons:
         return []
     differences = torch.stack([(value - exact).abs().max() for value, exact in comparisons.values()])
@@ -181,21 +185,26 @@ def _find_mismatches(comparisons: dict[str, tuple[Tensor, Tensor]]) -> list[str]
 def _forward_elements(call: LayerCall) -> int:
     """Return the number of elements that a call's forward pass needs in addition to what the graph saves.
 
-    For a `PooledConv`, these are the elements of the feature maps, patches and centered patches; otherwise none.
+    For a `PooledConv`, these are its input, four tensors of the size of its output, and two copies each of the patches
+    and of the feature maps before pooling; otherwise none.
     """
     if not call.pooled:
         return 0
     conv = call.pooled[0]
-    map_elements = len(conv.patches[0]) * conv.weight.shape[1]
-    return call.input.numel() + 4 * call.output.numel() + 2 * (conv.patches.numel() + map_elements)
+    feature_map_elements = len(conv.patches[0]) * conv.weight.shape[1]  # positions × channels before pooling
+    return call.input.numel() + 4 * call.output.numel() + 2 * (conv.patches.numel() + feature_map_elements)
 
 
 def _backward_elements(calls: list[LayerCall], gradients_per_sample: int, batched: bool) -> int:
     """Return the number of elements that the backward pass needs.
 
-    These are the gradients at all calls, and the feature maps of the largest call.
+    These are the gradients with respect to the outputs of all calls, and the tensors that exist only while the backward
+    pass goes through one call, for the call that needs the most.
     """
     gradient_elements = gradients_per_sample * sum(call.output.numel() for call in calls)
+    # Tensors of the size of the call's output that exist at once. In a batched pass, these are the gradients with
+    # respect to the output and the input of an operation, for every cotangent of the pass. In a pass of one cotangent,
+    # there are two such gradients, and the estimate leaves room for two temporary tensors.
     copies = 2 * math.ceil(gradients_per_sample / BATCHED_BACKWARD_PASSES) if batched else 4
     return gradient_elements + max((call.input.numel() + copies * call.output.numel() for call in calls), default=0)
 
@@ -203,7 +212,8 @@ def _backward_elements(calls: list[LayerCall], gradients_per_sample: int, batche
 def _parameter_info(name: str, value: Tensor, calls: list[LayerCall], generic: bool) -> ParameterInfo:
     out_features = value.shape[0] if value.ndim else 1
     positions = [call.output.numel() // out_features for call in calls]
-    info = ParameterInfo(name, value.numel(), value.numel() * (sum(positions) or 1))
+    multiplications = value.numel() * (sum(positions) or 1)  # without a layer call, assume one use of each element
+    info = ParameterInfo(name, value.numel(), multiplications)
     if generic or len(calls) != 1 or value.ndim < 2 or not calls[0].is_linear:
         return info
     if getattr(calls[0].layer, "groups", 1) > 1:

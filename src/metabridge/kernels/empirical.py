@@ -1,8 +1,9 @@
 """Empirical NTK and NNGP kernel of a finite network: inner products of the gradients of its outputs.
 
-With J_o(x) = ∂f_o(x)/∂θ, Θ_ou(x, z) = J_o(x)·J_u(z) for outputs o and u. Per-sample gradients exist only if the output
-for a sample does not depend on other samples. Batch norm must therefore use fixed statistics (evaluation mode) or be
-replaced with group norm (`with_group_norm`), which changes the function that the network computes.
+For a network f with parameters θ and J_o(x) = ∂f_o(x)/∂θ, the NTK is Θ_ou(x, z) = J_o(x)·J_u(z) for outputs o and u.
+Per-sample gradients exist only if the output for a sample does not depend on other samples. Batch norm must therefore
+use fixed statistics (evaluation mode) or be replaced with group norm (`with_group_norm`), which changes the function
+that the network computes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ log = logging.getLogger("metabridge")
 
 Part = Literal["all", "head", "body"]
 
-# Types of the layer settings that are part of a network's fingerprint, as single values or in tuples.
+# Layer attributes of these types, or tuples of them, are settings: if one changes, the network is profiled again.
 SETTING_TYPES = (bool, int, float, str)
 
 
@@ -43,7 +44,7 @@ class _PreparedNetwork:
     """The profile of a network with its current parameters and layers, and the CUDA graph of the last computation.
 
     Args:
-        fingerprint: State of the network when it was profiled.
+        fingerprint: State of the network when it was profiled; see `_fingerprint`.
         tensors: Parameters and buffers of the network, kept alive so that no other tensors get their addresses.
         names: Names of the parameters whose gradients are computed.
         profile: Sizes and costs of the network.
@@ -82,8 +83,8 @@ class _CapturedKernel:
 class EmpiricalKernel:
     """The empirical NTK and NNGP kernel of a finite network with k outputs.
 
-    The first call profiles the network with the first sample. The network is profiled again for a new sample shape, and
-    after its parameters or layers have changed.
+    The first call profiles the network: it estimates costs from the first sample. The network is profiled again for a
+    new sample shape, and after its parameters or layers have changed.
 
     On a GPU, the second consecutive call with the same numbers of samples captures the computation as a CUDA graph, and
     later calls replay the graph. This requires that the gradients of all samples are computed layer by layer in one
@@ -100,8 +101,8 @@ class EmpiricalKernel:
         part: The parameters with respect to which gradients are taken: "all", "head" (the linear layer that computes
             the network's outputs) or "body" (all other layers).
         outputs: How the k outputs are reduced: "mean" for Θ(x, z) = (1/k) Σ_o J_o(x)·J_o(z), the kernel per output;
-            "sum" for Θ(x, z) = (Σ_o J_o(x))·(Σ_u J_u(z)), the kernel of the summed outputs as in TE-NAS and
-            MetaNTK-NAS; "full" for Θ_ou(x, z) = J_o(x)·J_u(z), (n, m, k, k).
+            "sum" for Θ(x, z) = (Σ_o J_o(x))·(Σ_u J_u(z)), the kernel of the summed outputs as in the
+            architecture searches TE-NAS and MetaNTK-NAS; "full" for Θ_ou(x, z) = J_o(x)·J_u(z), (n, m, k, k).
         memory: Approximate maximum number of bytes used in addition to inputs and result.
         strategy: "gradients" for per-sample gradients, computed layer by layer; "products" for NTK-vector products;
             "auto" for the strategy with the lower estimated cost.
@@ -130,9 +131,9 @@ class EmpiricalKernel:
 
     def __post_init__(self) -> None:
         check_positive("memory", self.memory)
-        for name, values in (("part", Part), ("outputs", Outputs), ("strategy", StrategyName)):
-            if getattr(self, name) not in get_args(values):
-                allowed = ", ".join(map(repr, get_args(values)))
+        for name, literal in (("part", Part), ("outputs", Outputs), ("strategy", StrategyName)):
+            if getattr(self, name) not in get_args(literal):
+                allowed = ", ".join(map(repr, get_args(literal)))
                 raise InputError(f"{name} is {getattr(self, name)!r}, but must be one of {allowed}.")
         _check_network(self.net, self._all_params())
 
@@ -210,7 +211,7 @@ class EmpiricalKernel:
         self, gradients: PerSampleGradients, gradients_per_sample: int, strategy: Strategy, x: Tensor, z: Tensor | None
     ) -> Tensor:
         n, m = len(x), len(x if z is None else z)
-        r = gradients_per_sample if self.outputs == "full" else 1
+        r = gradients_per_sample if self.outputs == "full" else 1  # rows and columns of the result per sample
         result = x.new_zeros(n * r, m * r)
         if strategy.name == "products":
             fill_by_products(gradients, strategy, self.outputs, x, z, result.view(n, r, m, r))
@@ -263,7 +264,9 @@ class EmpiricalKernel:
         return self.ntk(x, z), self.nngp(x, z)
 
     def jacobian(self, x: Tensor) -> Iterator[Tensor]:
-        """Yield the Jacobian for successive chunks of samples, with the parameters flattened in the network's order.
+        """Yield the Jacobian for successive chunks of samples, with the parameters flattened and concatenated.
+
+        Their order is that of `net.named_parameters()`.
 
         Args:
             x: The samples.
@@ -283,7 +286,8 @@ class EmpiricalKernel:
         gradients, prepared = self._prepare(self.part, x, None)
         _check_finite(x, None)
         profile = prepared.profile
-        problem = KernelProblem(profile, self.outputs, self.memory, 1, len(x), False, on_cpu(x))
+        # Only the gradients are computed, no kernel: this problem just determines how many samples fit in memory.
+        problem = KernelProblem(profile, self.outputs, self.memory, n=1, m=len(x), symmetric=False, on_cpu=on_cpu(x))
         strategy = problem.gradient_strategy(profile.parameters, ())
         if strategy.tile < 1:
             raise self._memory_error()
@@ -315,7 +319,7 @@ class EmpiricalKernel:
         return network_params | {name: value.detach() for name, value in (self.params or {}).items()}
 
     def _prepare(self, part: Part, x: Tensor, z: Tensor | None) -> tuple[PerSampleGradients, _PreparedNetwork]:
-        """Return the gradients to compute and the network's profile, profiling it again if the network has changed."""
+        """Return an object that computes gradients, and the prepared network; profile it again if it has changed."""
         if torch.is_inference_mode_enabled():
             raise InputError(
                 "gradients cannot be computed under torch.inference_mode(). Use torch.no_grad() or grad mode."
@@ -429,7 +433,7 @@ class EmpiricalKernel:
         z: Tensor | None,
         result: Tensor,
     ) -> None:
-        """Add Θ to the result, tile by tile. If `z` is None, compute only the tiles of the upper triangle."""
+        """Add Θ to `result`, tile by tile. If `z` is None, compute only the tiles of the upper triangle."""
         r = result.shape[0] // len(x)
         columns = x if z is None else z
         max_elements = self.memory // 4 // x.element_size()
@@ -477,7 +481,7 @@ def _is_setting(value: object) -> bool:
 
 
 def _is_capturable(net: nn.Module, profile: NetworkProfile, strategy: Strategy) -> bool:
-    """Return whether the computation can be captured as a CUDA graph, and the fingerprint detects all its changes."""
+    """Return whether a CUDA graph can capture the computation, and the fingerprint detects all changes to it."""
     return (
         strategy.name == "gradients"
         and not profile.generic_names

@@ -78,14 +78,17 @@ class ConvergenceRate:
 
     @property
     def loss_contraction(self) -> float:
-        """(1 − η₀σ_min)², the factor by which a step reduces the loss of an infinitely wide net in the slowest mode."""
+        """(1 − η₀σ_min)², the factor by which a step reduces an infinitely wide network's loss in the slowest mode.
+
+        The slowest mode is the eigenvector of Φ with the eigenvalue σ_min.
+        """
         return (1 - self.lr * self.smallest_eigenvalue) ** 2
 
     def steps(self, remainder: float) -> int:
-        """Return the number of steps after which at most the fraction `remainder` of the slowest error mode remains.
+        """Return the number of steps after which at most a given fraction of the error in the slowest mode remains.
 
         Args:
-            remainder: The fraction, between 0 and 1.
+            remainder: The fraction of the error that may remain, between 0 and 1.
 
         Returns:
             The number of steps.
@@ -98,7 +101,7 @@ class ConvergenceRate:
 
 
 def gradient_descent(engine: Engine, params: Params, episodes: Episodes, lr: float, steps: int) -> list[DescentStep]:
-    """Take full-batch steps θ ← θ − η∇L in place, where L is the sum over tasks.
+    """Take full-batch steps θ ← θ − η∇L in place, where L is the sum of the losses of all tasks.
 
     Args:
         engine: The engine that computes the gradient of the method.
@@ -146,10 +149,11 @@ class CenteredTraining:
     """
 
     def __init__(self, method: Method, net: Network, episodes: Episodes) -> None:
-        task_indices = torch.arange(len(episodes), device=episodes.device)
+        task_indices = torch.arange(len(episodes), device=episodes.device)  # for MTL, task i has row i of the heads
         self.net, self.engine = net, Engine(method, net)
         self.episodes = replace(self._with_initial_outputs(episodes), classes=task_indices[:, None])
         self.params = parameters(method, net, classes=len(task_indices))
+        # Without a query-support split, test tasks start from a new head, the initial one.
         self.initial_head = (
             {} if method.split else {f"head.{name}": value for name, value in net.head.named_parameters()}
         )

@@ -6,8 +6,8 @@
   the weights. On a GPU, one pass computes g for many outputs.
 - The parameters of a normalization layer are expanded to one copy per sample, so autograd returns one gradient per
   sample.
-- If a network begins with a convolution, a normalization layer and max pooling, they are replaced with one operation
-  (see `layer_overrides`).
+- If a network begins with a convolution, a normalization layer and max pooling, these three are computed as one
+  operation, whose per-sample gradients are cheaper (see `layer_overrides`).
 - The gradients with respect to the parameters of other layers are computed by `vmap` of `jacrev`.
 """
 
@@ -63,8 +63,8 @@ class ParameterInfo:
         name: Name of the parameter.
         size: Number of elements.
         multiplications: Number of multiplications by the parameter in a forward pass of one sample.
-        in_features: Length of the vectors a_p.
-        out_features: Length of the vectors g_p.
+        in_features: Length of the input vectors a_p.
+        out_features: Length of the vectors g_p, the gradients with respect to the layer's output.
         positions: Number of positions p.
     """
 
@@ -170,8 +170,8 @@ def _begins_with_conv_norm_pool(layers: nn.Sequential) -> bool:
 
     A ReLU may precede the pooling, since ReLU and max pooling commute.
     """
-    padded: list[Any] = [*layers, None, None, None, None]
-    convolution, norm, after_norm, after_relu = padded[:4]
+    at_least_four: list[Any] = [*layers, None, None, None, None]
+    convolution, norm, after_norm, after_relu = at_least_four[:4]
     pool = after_relu if type(after_norm) is nn.ReLU else after_norm
     return bool(
         type(convolution) is nn.Conv2d
@@ -248,8 +248,8 @@ class PerSampleGradients:
 
         Args:
             x: The samples.
-            materialized: Parameters whose gradients are materialized.
-            factored: Parameters whose gradients are kept as factors.
+            materialized: Parameters whose gradients are stored as full tensors.
+            factored: Parameters whose gradients are stored as the factors a and g.
             gradients_per_sample: Number of outputs, or 1 if the outputs are summed.
             chunk: Number of samples per forward and backward pass.
             workspace_bytes: Memory for computing the gradients of a layer on a GPU, in bytes.
@@ -284,7 +284,10 @@ class PerSampleGradients:
         return result
 
     def _fill(self, rows: JacobianRows, x: Tensor, columns: dict[str, slice], workspace_bytes: int) -> None:
-        """Write the gradients for the samples `x` into `rows`."""
+        """Write the gradients for the samples `x` into `rows`.
+
+        `columns` are the columns of `rows.materialized` that belong to each parameter.
+        """
         if self.names - self.generic_names:
             y, _, calls = self.trace(x)
             cotangents = torch.ones_like(y).unsqueeze(0)
@@ -377,7 +380,7 @@ def _store(
     weight_name = next((name for name in call.roles if name in rows.factors), None)
     if weight_name is not None:
         a, g = rows.factors[weight_name]
-        a.copy_(input_patches(call.layer, call.input)[:, 0])
+        a.copy_(input_patches(call.layer, call.input)[:, 0])  # grouped convolutions are never factored
         g.copy_(stack_output_gradients(call, grads))
         call = call._replace(roles={name: role for name, role in call.roles.items() if name != weight_name})
     if not call.roles:

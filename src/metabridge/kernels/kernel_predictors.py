@@ -163,14 +163,15 @@ class FittedKernelLearner:
     Both published formulas can be written as F = G + R C'(Z, Z_train) R_trainᵀ Φ⁻¹(Y − G_train), with
     Φ[i, j] = R_i C(Z_i, Z_j) R_jᵀ. Z_i are the points of task i, and R_i removes from the gradients at these points the
     part that the inner loop explains. G is the prediction of the inner loop alone. C is the kernel between training
-    tasks before adaptation, and C' the one between test and training tasks. For a finite `outer_time`, T_Φ replaces
-    Φ⁻¹.
+    tasks before adaptation, and C' the one between test and training tasks. For a finite `outer_time`, Φ⁻¹ is
+    replaced with T_Φ, the `adaptation_operator` of Φ for this time.
 
     - With a split, R = [I, −M(X, X')T(X')] for the queries X and the support points X', and C = C' = Θ. M is Θ for MAML
-      and K for ANIL. T is the `adaptation_operator`.
-    - Without a split, R is the same for test tasks, with M = K. In training, R = I − KT(X), which is e^{−sK} without an
-      inner ridge, and R = I for MTL. C is Θ for ANIL; for MTL, it is Θ within a task and Θ − K between tasks. C' is
-      Θ − K, since a test task has a new head. If heads start independently, C and C' vanish between different tasks.
+      and K for ANIL. T(X') is the `adaptation_operator` of M(X', X').
+    - Without a split, R is the same for test tasks, with M = K. In training, R = I − KT(X) for ANIL, which is e^{−sK}
+      without an inner ridge, and R = I for MTL. C is Θ for ANIL; for MTL, it is Θ within a task and Θ − K between
+      tasks. C' is Θ − K, since a test task has a new head. If heads start independently, C and C' vanish between
+      different tasks.
 
     Args:
         learner: The learner and its settings.
@@ -287,6 +288,7 @@ class FittedKernelLearner:
         operators = meta_kernels.query_residual_operator(
             self.kernel, x, support, adapts, time, self.learner.inner_ridge
         )
+        # R = [I, −M(X, X')T(X')], so the last columns give G = M(X, X')T(X')Y'.
         return operators, -operators[..., x.shape[1] :] @ _targets(episodes, episodes.support_y)
 
     def _kernel_rows(self, tasks: slice) -> Tensor:
@@ -301,13 +303,14 @@ class FittedKernelLearner:
         return meta_kernels.unadapted_kernel(ntk, nngp, same_task, self.learner.method, self.learner.heads)
 
     def _solve(self, target: Tensor) -> Solution:
-        """Return T_Φ target, which is Φ⁻¹ target if `outer_time` is infinite."""
+        """Return T_Φ · target, which is (Φ + ridge·I)⁻¹ · target if `outer_time` is infinite."""
         learner, operators = self.learner, self.residual_operators
         if learner.outer_time < math.inf:
             outer_operator = meta_kernels.adaptation_operator(self.matrix, learner.outer_time, learner.ridge)
             return Solution(outer_operator @ target, 0.0)
         if learner.ridge == 0:
             self._check_duplicates()
+        # Three float64 matrices, see `KernelLearner.memory`.
         if 3 * 8 * (self.points.shape[0] * self.points.shape[1]) ** 2 <= learner.memory:
             return cholesky_solve(self.matrix, target, learner.ridge)
         # The preconditioner consists of the diagonal blocks of Φ, one for each task.
@@ -349,6 +352,7 @@ class FittedKernelLearner:
     def _tasks_per_chunk(self, points: int) -> int:
         """Return the number of tasks, each of `points` points, whose kernel with the training points fits in memory."""
         memory = self.learner.memory if self.points.is_cuda else min(self.learner.memory, _CPU_CHUNK_BYTES)
+        # Room for four float64 matrices: Θ, K and intermediate results.
         return max(1, int(memory // (8 * 4 * points * self.points.shape[0] * self.points.shape[1])))
 
 
@@ -359,7 +363,7 @@ def predict_mtl(kernel: Kernel, train: Episodes, test: Episodes, *, test_time: f
         kernel: The kernel of the network.
         train: The training tasks.
         test: The test tasks.
-        test_time: Time ŝ = λτ of adaptation at test time; may be infinite.
+        test_time: Time ŝ = λτ of adaptation at test time (learning rate times number of steps); may be infinite.
 
     Returns:
         F_MTL for the queries of the test tasks, (tasks, queries, outputs).
@@ -388,7 +392,7 @@ def predict_anil(
         kernel: The kernel of the network.
         train: The training tasks.
         test: The test tasks.
-        inner_time: Time s = λτ of the inner loop; must be finite.
+        inner_time: Time s = λτ of the inner loop (learning rate times number of steps); must be finite.
         test_time: Time ŝ of adaptation at test time; equal to `inner_time` if None.
 
     Returns:
@@ -418,7 +422,7 @@ def predict_maml(
         kernel: The kernel of the network.
         train: The training tasks.
         test: The test tasks.
-        inner_time: Time s = λτ of the inner loop; may be infinite.
+        inner_time: Time s = λτ of the inner loop (learning rate times number of steps); may be infinite.
         test_time: Time ŝ of adaptation at test time; equal to `inner_time` if None.
 
     Returns:
@@ -458,7 +462,10 @@ def _describe_targets(episodes: Episodes) -> str:
 
 
 def _check_points(invalid: Tensor, problem: str, alternative: str, task_kind: str) -> None:
-    """Raise InputError with the first three invalid points if the mask `invalid` (tasks, points) selects any."""
+    """Raise InputError with the first three invalid points if the mask `invalid` (tasks, points) selects any.
+
+    `alternative` completes the sentence "Remove them" with another way out.
+    """
     positions = invalid.nonzero().tolist()
     if positions:
         listed = ", ".join(f"{point} of {task_kind} {task}" for task, point in positions[:3])

@@ -153,6 +153,7 @@ def check_duplicates(kernel: Kernel, x: Tensor, description: str) -> None:
         x: The points, (points, ...).
         description: Description of the points in the error message, such as "the training tasks".
     """
+    # Only points whose directions agree when rounded to six decimals are compared.
     unit_vectors = torch.nn.functional.normalize(x.flatten(1).double(), dim=1)
     groups = torch.unique((unit_vectors * 1e6).round(), dim=0, return_inverse=True)[1]
     rows_of_group: dict[int, list[int]] = {}

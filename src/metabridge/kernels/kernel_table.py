@@ -13,7 +13,7 @@ from metabridge.kernels.kernel import Kernel
 class KernelTable:
     """A kernel with precomputed matrices. Its inputs are the indices of points, with shape (n, 1).
 
-    `IndexedTasks` samples tasks with such inputs.
+    The class `IndexedTasks` in `metabridge.environments` samples tasks whose inputs are such indices.
 
     Args:
         ntk_matrix: Θ between all points, (n, n).

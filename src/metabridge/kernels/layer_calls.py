@@ -27,9 +27,10 @@ class LayerCall(NamedTuple):
         roles: Role of each parameter, by parameter name: "weight" or "bias" of a linear layer or convolution, or
             "copies" if the parameter is expanded to one copy per sample.
         input: The input of the layer.
-        output: The tensor.
+        output: The tensor whose gradient determines the gradients of the layer's parameters.
         edge: The edge of the autograd graph that receives the gradient of `output`.
-        pooled: If `output` is the output of a `PooledConv`, that object and the parameters on which its maxima depend.
+        pooled: If `output` is the output of a `PooledConv`, which holds max-pooled feature maps: that object and, by
+            parameter name, the expanded parameters whose gradients are computed. Otherwise None.
     """
 
     layer: nn.Module
@@ -45,12 +46,16 @@ class LayerCall(NamedTuple):
         return "copies" not in self.roles.values()
 
     def workspace_elements(self, gradients_per_sample: int) -> int:
-        """Return the number of elements in memory while gradients are computed: output gradients, patches, results."""
+        """Return the number of elements in memory while the gradients of this call's parameters are computed.
+
+        These are the gradients with respect to the output, the input patches and the results.
+        """
         output_elements = gradients_per_sample * self.output.numel()
         if self.pooled:
             conv = self.pooled[0]
             elements = output_elements + 2 * gradients_per_sample * conv.weight.numel()
-            return elements if on_cpu(self.input) else elements + conv.argmax.numel() * conv.patches.shape[2]
+            selected_elements = conv.argmax.numel() * conv.patches.shape[2]  # the patches that attain the maxima
+            return elements if on_cpu(self.input) else elements + selected_elements
         if not self.is_linear:
             return 2 * output_elements
         layer: Any = self.layer
@@ -61,47 +66,50 @@ class LayerCall(NamedTuple):
         return output_elements + self.input.numel() + patch_elements + 2 * result_elements
 
 
-def per_sample_gradients(call: LayerCall, grads: Sequence[Tensor], step: int) -> Iterator[tuple[slice, Params]]:
-    """Yield the gradients with respect to the parameters of a call, for `step` samples at a time.
+def per_sample_gradients(call: LayerCall, output_grads: Sequence[Tensor], step: int) -> Iterator[tuple[slice, Params]]:
+    """Yield the gradients with respect to the parameters of a call, for successive slices of the samples.
 
     Args:
         call: The call.
-        grads: For each network output, its gradient with respect to the call's output.
-        step: Number of samples at a time.
+        output_grads: For each network output, its gradient with respect to the call's output.
+        step: Number of samples in a slice. For a `PooledConv`, there is one slice of all samples, and `step` is the
+            number of samples that are processed at a time on a GPU.
 
     Yields:
         A slice of samples, and their gradients (samples, outputs, ...) by parameter name.
     """
     if call.pooled is not None:
         conv, params = call.pooled
-        yield slice(None), dict(zip(params, conv.vjp(grads, list(params.values()), step)))
+        yield slice(None), dict(zip(params, conv.vjp(output_grads, list(params.values()), step)))
         return
     for start in range(0, len(call.input), step):
         samples = slice(start, start + step)
-        yield samples, _gradients_of_samples(call, grads, samples)
+        yield samples, _gradients_of_samples(call, output_grads, samples)
 
 
-def _gradients_of_samples(call: LayerCall, grads: Sequence[Tensor], samples: slice) -> Params:
-    g = stack_output_gradients(call, [grad[samples] for grad in grads])
-    gradients: Params = {}
+def _gradients_of_samples(call: LayerCall, output_grads: Sequence[Tensor], samples: slice) -> Params:
+    stacked_grads = stack_output_gradients(call, [grad[samples] for grad in output_grads])
+    param_grads: Params = {}
     for name, role in call.roles.items():
         if role == "weight":
             groups = getattr(call.layer, "groups", 1)
             # All outputs in one product: (samples, groups, outputs · channels, positions).
-            grouped = g.unflatten(2, (groups, -1)).transpose(1, 2).flatten(2, 3)
-            product = _weight_gradient(call.layer, call.input[samples], grouped, grads[0].shape[2:])
-            gradients[name] = product.unflatten(2, (len(grads), -1)).transpose(1, 2)
+            grouped_grads = stacked_grads.unflatten(2, (groups, -1)).transpose(1, 2).flatten(2, 3)
+            product = _weight_gradient(call.layer, call.input[samples], grouped_grads, output_grads[0].shape[2:])
+            param_grads[name] = product.unflatten(2, (len(output_grads), -1)).transpose(1, 2)
         else:
-            gradients[name] = g.sum(-1) if role == "bias" else g
-    return gradients
+            param_grads[name] = stacked_grads.sum(-1) if role == "bias" else stacked_grads
+    return param_grads
 
 
-def stack_output_gradients(call: LayerCall, grads: Sequence[Tensor]) -> Tensor:
-    """Stack the gradients of all network outputs: (samples, outputs, channels, positions).
+def stack_output_gradients(call: LayerCall, output_grads: Sequence[Tensor]) -> Tensor:
+    """Stack the gradients of all network outputs with respect to the call's output.
 
-    For layers other than linear layers and convolutions, the result is (samples, outputs, ...).
+    The result is (samples, outputs, channels, positions) for linear layers and convolutions, and
+    (samples, outputs, ...) for other layers.
     """
-    return torch.stack([_flatten_positions(call.layer, grad) for grad in grads] if call.is_linear else list(grads), 1)
+    grads = [_flatten_positions(call.layer, grad) for grad in output_grads] if call.is_linear else list(output_grads)
+    return torch.stack(grads, 1)
 
 
 def input_patches(layer: nn.Module, x: Tensor) -> Tensor:
@@ -133,16 +141,17 @@ def conv_windows(layer: nn.Conv2d, x: Tensor) -> Tensor:
 def _weight_gradient(layer: nn.Module, x: Tensor, g: Tensor, output_size: Sequence[int]) -> Tensor:
     """Return Σ_p g_p a_pᵀ, (samples, groups, channels, in_features), for g (samples, groups, channels, positions).
 
+    Here, g_p is the gradient with respect to the layer's output at position p, and a_p the patch of `x` there.
     On a CPU, the gradients of a convolution are computed by another convolution in which every sample is a group, since
     that needs no copy of the patches.
     """
     if not isinstance(layer, nn.Conv2d) or not on_cpu(x):
         return g @ input_patches(layer, x).mT
     samples, groups, channels, _ = g.shape
-    a, g = _pad(layer, x), g.reshape(1, -1, *output_size)
+    padded, g = _pad(layer, x), g.reshape(1, -1, *output_size)
     weight_shape = samples * groups * channels, *layer.weight.shape[1:]
-    a = a.reshape(1, -1, *a.shape[2:])
-    gradient: Tensor = conv2d_weight(a, weight_shape, g, layer.stride, 0, layer.dilation, samples * groups)
+    padded = padded.reshape(1, -1, *padded.shape[2:])
+    gradient: Tensor = conv2d_weight(padded, weight_shape, g, layer.stride, 0, layer.dilation, samples * groups)
     return gradient.reshape(samples, groups, channels, -1)
 
 

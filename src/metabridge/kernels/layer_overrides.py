@@ -94,24 +94,25 @@ class PooledConv(NamedTuple):
             step: Number of samples that are processed at a time on a GPU.
         """
         if on_cpu(self.patches):
-            sums = [self._sums_of_sample(*sample) for sample in zip(self.patches, self.argmax, *grads)]
+            samples = zip(self.patches, self.argmax, *grads)
+            weight_grads = [self._weight_gradients_of_sample(*sample) for sample in samples]
         else:
             starts = range(0, len(self.patches), step)
-            sums = [self._sums_of_samples(grads, slice(start, start + step)) for start in starts]
-        cotangents = torch.cat(sums, 1), torch.stack([grad.sum((2, 3)) for grad in grads])
+            weight_grads = [self._weight_gradients_of_samples(grads, slice(start, start + step)) for start in starts]
+        cotangents = torch.cat(weight_grads, 1), torch.stack([grad.sum((2, 3)) for grad in grads])
 
         def backward(*cotangents: Tensor) -> tuple[Tensor, ...]:
             return torch.autograd.grad((self.weight, self.bias), params, cotangents)
 
         return [gradient.transpose(0, 1) for gradient in vmap(backward)(*cotangents)]
 
-    def _sums_of_sample(self, patches: Tensor, argmax: Tensor, *grads: Tensor) -> Tensor:
+    def _weight_gradients_of_sample(self, patches: Tensor, argmax: Tensor, *grads: Tensor) -> Tensor:
         """Return the gradient with respect to V for one sample, (outputs, 1, channels, in_features)."""
         weights, positions = torch.cat(grads).flatten(1), argmax.repeat(len(grads), 1)
         sums = F.embedding_bag(positions, patches, mode="sum", per_sample_weights=weights)
         return sums.view(len(grads), 1, -1, sums.shape[1])
 
-    def _sums_of_samples(self, grads: Sequence[Tensor], samples: slice) -> Tensor:
+    def _weight_gradients_of_samples(self, grads: Sequence[Tensor], samples: slice) -> Tensor:
         """Return the gradient with respect to V for several samples, (outputs, samples, channels, in_features)."""
         patches = self.patches[samples]
         indices = torch.arange(len(patches), dtype=torch.int, device=patches.device)
@@ -124,14 +125,14 @@ class PooledConv(NamedTuple):
 def pooled_conv(pool: nn.MaxPool2d, windows: Tensor, norm: Any, conv_params: Params, norm_params: Params) -> PooledConv:
     """Apply a convolution, a normalization layer and max pooling as one operation.
 
-    With the mean m of the patches and the centered patches a, the convolution is Wa + (Wm + b). The statistics of group
-    norm follow from m and the covariance C of the patches, since the feature maps have the means Wm + b and the
-    variances diag(W C Wᵀ). Therefore V and v are functions of the parameters, and the feature maps need not be
-    normalized.
+    With the mean m of the patches and the centered patches a, the convolution of weight W and bias b is Wa + (Wm + b).
+    The statistics of group norm follow from m and the covariance C of the patches, since the feature maps have the
+    means Wm + b and the variances diag(W C Wᵀ). Therefore V and v are functions of the parameters, and the feature maps
+    need not be normalized.
 
     Args:
         pool: The max pooling layer.
-        windows: The input windows of the convolution, from `conv_windows`.
+        windows: The input windows of the convolution, (samples, channels, *window_size, *output_size).
         norm: The normalization layer.
         conv_params: Parameters of the convolution, one copy per sample.
         norm_params: Parameters of the normalization layer, one copy per sample.

@@ -25,8 +25,8 @@ class KernelState:
         ntk: The NTK Θ up to this layer, with the shape of `cov`; None if only the NNGP kernel is computed.
         pixel_dims: Number of pixel dimensions of `cov`: 0 in dense layers, 2 for covariances of pixels at the same
             position of two images, 4 for covariances of all pairs of pixels of two images.
-        get_variances: Function that takes this state and returns the variances of the row points and of the column
-            points, in shapes that broadcast to `cov`.
+        get_variances: Function that takes this state and returns Σ(x, x) of the row points x and Σ(z, z) of the column
+            points z, in shapes that broadcast to `cov`.
     """
 
     cov: Tensor

@@ -18,12 +18,16 @@ from metabridge.kernels.kernel import Kernel
 Heads = Literal["shared", "independent"]
 AdaptedPart = Literal["all", "head"]
 
-# Maximum number of points per call of the kernel. With more, most of the time is spent on pairs of different tasks.
+# Maximum number of points per call of the kernel. With more, most of the time is spent on pairs of different tasks,
+# which are not needed.
 _POINTS_PER_CALL = 128
 
 
 def adaptation_operator(gram: Tensor, time: float, ridge: float = 0.0, eps: float | None = None) -> Tensor:
     """Return T = M⁻¹(I − e^{−sM}), the effect of gradient flow on a support set (Wang et al. 2021, eq. 17).
+
+    For initial outputs of zero, T maps the targets of the support set to the coefficients with which the predictions
+    after gradient flow sum the kernel over the support points.
 
     M = G + ridge·I is the Gram matrix G of a support set with a ridge. For each eigenvalue κ of M, T has the eigenvalue
     −expm1(−sκ)/κ, which tends to s as κ → 0 and to 1/κ as s → ∞. If `time` is finite, M is not inverted, so it may be
@@ -66,7 +70,7 @@ def residual_decay(gram: Tensor, time: float, ridge: float = 0.0) -> Tensor:
 
     Args:
         gram: Gram matrices G, (..., n, n).
-        time: Time s of gradient flow; may be infinite.
+        time: Time s of gradient flow (learning rate times number of steps); may be infinite.
         ridge: Number added to the diagonal of G in T.
 
     Returns:
@@ -118,7 +122,7 @@ def anil_kernel(kernel: Kernel, x: Tensor, time: float, heads: Heads = "shared")
     Args:
         kernel: The kernel of the network.
         x: The points of the tasks, (tasks, points, ...).
-        time: Time s = λτ of the inner loop; may be infinite.
+        time: Time s = λτ of the inner loop (learning rate times number of steps); may be infinite.
         heads: "shared" if the heads of all tasks have the same initial weights, "independent" if their initial weights
             are independent.
 
@@ -183,7 +187,7 @@ def meta_ntk(
         support: Support points, (tasks, supports, ...).
         column_tasks: Query and support points of the tasks of the columns; `query` and `support` if None.
         adapts: "all" for MAML, "head" for ANIL.
-        time: Time s = λτ of the inner loop; may be infinite.
+        time: Time s = λτ of the inner loop (learning rate times number of steps); may be infinite.
         ridge: Number added to the diagonals of the Gram matrices of the support sets.
 
     Returns:
@@ -224,7 +228,7 @@ def query_residual_operator(
         query: Query points X, (tasks, queries, ...).
         support: Support points X', (tasks, supports, ...).
         adapts: "all" for M = Θ, "head" for M = K.
-        time: Time s of the inner loop; may be infinite.
+        time: Time s of the inner loop (learning rate times number of steps); may be infinite.
         ridge: Number added to the diagonals of the Gram matrices of the support sets.
         eps: Relative size of eigenvalues that count as zero, see `adaptation_operator`.
 

@@ -22,8 +22,8 @@ def fill_by_products(
     Args:
         gradients: The network and its parameters.
         strategy: Numbers of rows and columns that are computed at a time.
-        outputs: How the outputs are reduced; see `EmpiricalKernel`. For "mean", the result is the sum over outputs;
-            the caller divides it by their number.
+        outputs: "full" for the kernel of all pairs of outputs; "mean" or "sum" for one number per pair of samples. For
+            "mean", it is the sum over outputs, which the caller divides by their number.
         x: The n row samples.
         z: The m column samples. If None, they are `x`, and entries below the diagonal may remain zero.
         grid: The result, (n, r, m, r), where r is the number of outputs for "full" and 1 otherwise. Initially zero.
@@ -40,17 +40,18 @@ def fill_by_products(
 
         return apply
 
-    def gradient(sample: Tensor, output: Tensor) -> Params:
+    def gradient(sample: Tensor, output_index: Tensor) -> Params:
         y, backward = vjp(outputs_for(sample.unsqueeze(0)), params)[:2]
-        cotangent = torch.zeros_like(y).scatter(1, output.view(1, 1), 1.0)
+        cotangent = torch.zeros_like(y).scatter(1, output_index.view(1, 1), 1.0)
         return backward(cotangent)[0]  # type: ignore[no-any-return]
 
     with torch.no_grad():
-        k = outputs_for(x[:1])(params).shape[1]
+        k = outputs_for(x[:1])(params).shape[1]  # number of outputs; 1 if they are summed
         for start in range(0, len(column_samples) * k, strategy.chunk):
+            # Pairs of a sample of z and an output, numbered sample by sample.
             pairs = torch.arange(start, min(start + strategy.chunk, len(column_samples) * k), device=x.device)
             column_indices, output_indices = pairs // k, pairs % k
-            directions = vmap(gradient)(column_samples[column_indices], output_indices)
+            directions = vmap(gradient)(column_samples[column_indices], output_indices)  # J(z)ᵀe of each pair
             row_count = len(x) if z is not None else int(column_indices[-1]) + 1  # skip rows below the diagonal
             for i in range(0, row_count, strategy.tile):
                 apply = outputs_for(x[i : min(i + strategy.tile, row_count)])

@@ -30,8 +30,8 @@ class Strategy(NamedTuple):
             pairs that are computed at a time.
         workspace_bytes: Memory for computing the gradients of a layer on a GPU, in bytes; 0 on a CPU.
         threads: Number of CPU threads that run forward and backward passes.
-        materialized: Parameters whose gradients are materialized.
-        factored: Parameters whose gradients are kept as the factors a and g (see `jacobian`).
+        materialized: Parameters whose gradients are materialized, that is, stored as full tensors.
+        factored: Parameters whose gradients Σ_p g_p a_pᵀ are stored as the factors a and g (see `jacobian`).
     """
 
     name: Literal["gradients", "products"]
@@ -49,7 +49,7 @@ class KernelProblem(NamedTuple):
 
     Args:
         profile: Sizes and costs of the network.
-        outputs: How the outputs are reduced; see `EmpiricalKernel`.
+        outputs: How the outputs are reduced: "mean", "sum" or "full" (all pairs of outputs); see `EmpiricalKernel`.
         memory: Memory budget in bytes.
         n: Number of row samples.
         m: Number of column samples.
@@ -103,10 +103,11 @@ class KernelProblem(NamedTuple):
         )
         gradient_bytes = gradient_elements * profile.itemsize  # per sample
         sample_bytes = profile.graph_bytes + profile.transient_bytes + (profile.workspace_bytes if cpu else 0)
-        if profile.generic_names:
+        if profile.generic_names:  # estimate for `vmap` of `jacrev`, which differentiates all outputs at once
             sample_bytes = max(
                 sample_bytes, 2 * (profile.gradients_per_sample + 1) * profile.graph_bytes + gradient_bytes
             )
+        # A pass gets a quarter of the memory, or more if one sample needs more.
         pass_bytes = max(sample_bytes, self.memory // 4)
         workspace_bytes = 0 if cpu else max(profile.workspace_bytes, self.memory // 4)
         available_bytes, samples = self.memory - pass_bytes - workspace_bytes, max(self.n, self.m)
@@ -126,13 +127,17 @@ class KernelProblem(NamedTuple):
         cost = (
             computations
             * profile.multiplications
-            * (1 + profile.gradients_per_sample)
-            * (3 if profile.generic_names else 1)
+            * (1 + profile.gradients_per_sample)  # a forward pass, and a backward pass per gradient
+            * (3 if profile.generic_names else 1)  # `vmap` of `jacrev` is estimated to be three times as expensive
         )
         return Strategy("gradients", cost, tile, chunk, workspace_bytes, threads, tuple(materialized), tuple(factored))
 
     def _product_strategy(self) -> Strategy:
-        """Return the product strategy with as many (column, output) pairs as fit in memory, and then as many rows."""
+        """Return the product strategy with as many (column, output) pairs as fit in memory, and then as many rows.
+
+        Its factors 2 and 3 are estimates: of the copies of a tensor that exist at once, and of the forward passes that
+        cost as much as one Jacobian product.
+        """
         profile, half_memory = self.profile, self.memory // 2
         parameter_bytes = 3 * profile.itemsize * sum(info.size for info in profile.parameters)
         chunk = int(
@@ -145,14 +150,17 @@ class KernelProblem(NamedTuple):
         return Strategy("products", cost, tile, chunk)
 
     def _materialized_cost(self, info: ParameterInfo) -> float:
+        """Return the cost of materializing the gradients of a parameter and of their inner products."""
         k = self.profile.gradients_per_sample
         inner_products = self.n * self.m * k * (k if self.outputs == "full" else 1)
         return k * (self.n + self.m) * info.multiplications + inner_products * info.size
 
     def _factored_cost(self, info: ParameterInfo) -> float:
+        """Return the cost of the inner products of a parameter's gradients, computed from their factors."""
         if not info.positions:
             return math.inf
-        # For "full", there are inner products of r² pairs of outputs. Otherwise, gradients of outputs are concatenated.
+        # For "full", there are inner products of r² pairs of outputs. Otherwise, the gradients of the k outputs are
+        # concatenated, so that one inner product is the sum over outputs.
         k = self.profile.gradients_per_sample
         r, concatenated = (k, 1) if self.outputs == "full" else (1, k)
         pair_cost = info.in_features + r * r * (concatenated * info.out_features + ELEMENTWISE_COST)

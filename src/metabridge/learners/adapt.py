@@ -27,7 +27,7 @@ class Adapted:
     """A network adapted to one task, which can be called on new inputs.
 
     Args:
-        net: The network.
+        net: The network that was adapted.
         params: Its parameters after adaptation, by name.
         head: The fitted test-time head, which replaces the network's head. None if the method has none.
         method: The method that adapted the network. None if it is unknown, as for a classifier read from a file.
@@ -70,8 +70,8 @@ def adapt(method: Method, net: Network, params: Params, x: Tensor, y: Tensor) ->
     """Adapt a network to one task, as the method does at test time.
 
     Args:
-        method: The method.
-        net: The network.
+        method: The few-shot learning method.
+        net: The network that is adapted.
         params: The method's parameters, from `parameters`.
         x: The inputs of the support set, (examples, ...).
         y: Their class labels, int64 (examples,), or regression targets, (examples, outputs).
@@ -114,10 +114,10 @@ def predict(
     """Adapt to the support set of every task and return the outputs for its queries.
 
     Args:
-        method: The method.
-        net: The network.
+        method: The few-shot learning method.
+        net: The network that is adapted.
         params: The method's parameters, from `parameters`.
-        episodes: The tasks.
+        episodes: The tasks, with the support sets to adapt to and the queries to predict.
         dtype: Data type in which features are computed if only the head adapts; ignored otherwise (default: the dtype
             of the inputs).
 
@@ -200,7 +200,7 @@ def _call_for_tasks(function: Callable[[Episodes], tuple[Tensor, ...]], episodes
 
 
 def _check_network(net: Network, params: Params, x: Tensor) -> None:
-    """Raise an InputError if the network cannot be called with other parameters, as by `torch.func.functional_call`.
+    """Raise an InputError if `torch.func.functional_call` cannot replace the parameters of the network.
 
     Each network is checked only once.
     """

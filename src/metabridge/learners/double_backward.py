@@ -50,7 +50,10 @@ def _math_attention() -> Iterator[None]:
 
 
 class _UnfusedWeightNorm(TorchFunctionMode):
-    """Compute weight normalization as g v / ‖v‖, since the second derivative of PyTorch's fused kernel is wrong."""
+    """Compute the weight with magnitude g and direction v as g v / ‖v‖.
+
+    The second derivative of PyTorch's fused kernel is wrong.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function, or `_weight_norm` instead of the fused kernel."""

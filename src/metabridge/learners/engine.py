@@ -42,7 +42,8 @@ class MetaGradient(NamedTuple):
     """The mean outer loss of a batch of tasks, and its gradient.
 
     Args:
-        loss: The loss, a scalar tensor.
+        loss: The mean over tasks of the outer loss, that of the query set after the inner solve (if there is one), plus
+            the regularizer of the method; a scalar tensor.
         gradients: The gradient of each trained parameter, by name.
 
     >>> gradient = MetaGradient(torch.tensor(0.5), {"head.bias": torch.ones(2)})
@@ -77,8 +78,8 @@ class Engine:
     Call it with parameters and episodes. In the mode "captured", each step overwrites the gradients of the step before.
 
     Args:
-        method: The method.
-        net: The network.
+        method: The few-shot learning method.
+        net: The network that it trains.
         mode: How tasks are computed: "loop", one after the other; "workers", on one thread per core; "vectorized", all
             at once under `vmap`; or "captured", vectorized and captured as a CUDA graph, one per batch shape. "auto"
             means "captured" on a GPU and "workers" on a CPU. If the network draws random numbers, "loop" replaces
@@ -292,8 +293,8 @@ def meta_gradient(
     """Return the mean outer loss of the tasks and its gradient. For many batches, use `Engine`.
 
     Args:
-        method: The method.
-        net: The network.
+        method: The few-shot learning method.
+        net: The network that it trains.
         params: The method's parameters, from `parameters`.
         episodes: The tasks.
         mode: How tasks are computed; see `Engine`. On a GPU, "vectorized" replaces "auto" and "captured".

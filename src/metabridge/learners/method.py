@@ -35,9 +35,10 @@ class Method:
             "implicit" solves the linear system of its optimality conditions, "displacement" is θ − θ' for the initial
             parameters θ and the adapted ones θ' (Reptile; multiplied by the strength of a proximal solver), and "plain"
             is the gradient of the loss without an inner solve.
-        training_head: The head during training: "learned", a shared initial head; "frozen", the same but not trained;
-            "solved", solved on each support set; "task-rows", one row per training class, where a task uses the rows
-            of its classes (multi-task learning); "all-rows", one classifier over all training classes (RFS).
+        training_head: The head during training: "learned", a shared initial head that is trained; "frozen", a shared
+            initial head that is not trained; "solved", solved on each support set; "task-rows", one row per training
+            class, where a task uses the rows of its classes (multi-task learning); "all-rows", one classifier over all
+            training classes (the preset "rfs").
         split: Whether the loss of a task is computed on a query set, separate from its support set. If false, both
             sets contain all examples of the task.
         loss: The loss, a function of predictions and targets.
@@ -188,8 +189,8 @@ def balancing_regularizer(params: Params) -> Tensor:
             "Burer–Monteiro needs a linear network with one weight matrix as features, but the weights of its features "
             f"are {shapes}. Use mlp(inputs, outputs, depth=1, activation='linear', bias=False)."
         )
-    gap = body[0] @ body[0].mT - params["heads.weight"].mT @ params["heads.weight"]
-    return gap.square().sum() / 8
+    imbalance = body[0] @ body[0].mT - params["heads.weight"].mT @ params["heads.weight"]
+    return imbalance.square().sum() / 8
 
 
 _LOGISTIC = LogisticRegression(penalty=0.33, normalize=True)
@@ -205,8 +206,11 @@ PRESETS: dict[str, Method] = {
     "minibatch-prox": Method("all", Proximal(strength=1.0, steps=5, lr=0.05), outer="displacement", split=False),
     "r2d2": Method("head", RidgeSolver(), training_head="solved"),
     "metaoptnet": Method("head", SVMSolver(C=0.1), outer="implicit", training_head="solved"),
+    # multi-task learning
     "mtl": Method("none", None, outer="plain", training_head="task-rows", split=False, test_solver=_LOGISTIC),
+    # non-adaptive learning: training without adaptation
     "nal": Method("none", None, outer="plain", split=False, test_solver=GradientDescent(steps=10, lr=0.01)),
+    # Rethinking Few-Shot Image Classification (Tian et al. 2020)
     "rfs": Method("none", None, outer="plain", training_head="all-rows", split=False, test_solver=_LOGISTIC),
     "burer-monteiro": Method(
         "none",

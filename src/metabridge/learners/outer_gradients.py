@@ -48,7 +48,7 @@ class Leaves(NamedTuple):
 
 
 T = TypeVar("T")
-Apply = Callable[[Params, Tensor], Tensor]
+Apply = Callable[[Params, Tensor], Tensor]  # returns the outputs for parameters and inputs (or features)
 
 
 class OuterGradient(Protocol):
@@ -204,8 +204,9 @@ def _backward_over_steps(
 ) -> tuple[Leaves, Tensor]:
     """Return the exact gradient, computed by v ← (∂step)ᵀv from the last inner step to the first.
 
-    Only the parameters after each step are stored. Each step is recomputed, so only the graph of one step exists at a
-    time. For gradient descent with step size α, v ← (∂step)ᵀv is v ← v − α∇²ℓ v.
+    v starts as the gradient of the query loss at the adapted parameters, and ∂step is the Jacobian of a step. For
+    gradient descent with step size α on the support loss ℓ, v ← (∂step)ᵀv is v ← v − α∇²ℓ v. Only the parameters after
+    each step are stored. Each step is recomputed, so only the graph of one step exists at a time.
     """
 
     def step(params: Params, start: Params, solver_params: Params, support_x: Tensor | tuple[()]) -> Params:
@@ -216,6 +217,7 @@ def _backward_over_steps(
     for _ in range(solver.steps):
         iterates.append(step(iterates[-1], leaves.initial_params, leaves.solver_params, leaves.support_x))
     (grad, query_x), loss = _query_gradient(method, apply, iterates.pop(), leaves, task)
+    # gradients that all steps contribute to: of the initial parameters, the solver's parameters and support features
     sums = tree_map(torch.zeros_like, tuple(leaves[:3]))
     while iterates:
         step_vjp = vjp(step, iterates.pop(), leaves.initial_params, leaves.solver_params, leaves.support_x)

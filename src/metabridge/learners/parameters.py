@@ -22,10 +22,10 @@ def parameters(method: Method, net: Network, *, classes: int | None = None, seed
     `requires_grad=False` is neither trained nor adapted.
 
     Args:
-        method: The method.
-        net: The network.
+        method: The few-shot learning method.
+        net: The network that it trains.
         classes: The number of training classes; needed by methods with one head row per training class.
-        seed: The seed of the initial head rows.
+        seed: The seed of the random initial values of the head rows of training classes.
 
     Returns:
         The tensors by name.
@@ -104,12 +104,12 @@ def initial_heads(method: Method, params: Params, episodes: Episodes) -> Params:
     }
 
 
-def training_targets(method: Method, episodes: Episodes, labels: Tensor) -> Tensor:
-    """Return labels as indices of the head's outputs: classes of the task, or of all training classes ("all-rows")."""
+def training_targets(method: Method, episodes: Episodes, targets: Tensor) -> Tensor:
+    """Return the targets of the training head: if it is "all-rows", replace labels in a task by training classes."""
     if method.training_head != "all-rows" or not episodes.is_classification:
-        return labels
+        return targets
     assert episodes.classes is not None
-    return episodes.classes.gather(1, labels)
+    return episodes.classes.gather(1, targets)
 
 
 def check_training(

@@ -79,8 +79,10 @@ def _sum_from_features(
         leaves = Leaves(initial_head, solver_leaves, support_x=task[0], query_x=task[2])
         return task_gradient(method, apply_head, leaves, Task(*task), flat=flat)
 
-    labels = [training_targets(method, episodes, y) for y in (episodes.support_y, episodes.query_y)]
-    tasks = (_detached(heads), support.detach(), labels[0], query.detach(), labels[1])
+    support_targets, query_targets = (
+        training_targets(method, episodes, y) for y in (episodes.support_y, episodes.query_y)
+    )
+    tasks = (_detached(heads), support.detach(), support_targets, query.detach(), query_targets)
     grads, loss = map_over_tasks(gradient, tasks)
     # one backward pass propagates the gradients of all features and heads to the parameters
     outputs = [support, query]

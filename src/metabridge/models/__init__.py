@@ -54,8 +54,8 @@ def build(model: str, **options: object) -> Network:
 
     Args:
         model: "conv4", "resnet12", "mlp" or "wide"; "timm:NAME" for a timm model; or the path of an architecture file,
-            which ends in .json. The names "timm" and "cell_network", which occur in recipes, need the option `name` or
-            `architecture`, respectively.
+            which ends in .json. The names "timm" and "cell_network", which `Network.recipe` stores for the latter two,
+            need the option `name` or `architecture`, respectively.
         **options: Options of the builder, such as `filters` of `conv4`.
 
     Returns:
@@ -74,7 +74,7 @@ def build(model: str, **options: object) -> Network:
             with SizeLimit():
                 return bound_builder()
         with SizeLimit(), torch.device("meta"):
-            bound_builder()
+            bound_builder()  # only checks the size
         return bound_builder()
     except InputError:
         raise
@@ -104,6 +104,7 @@ def builder(model: str, **options: object) -> partial[Network]:
         return builder("cell_network", **{**options, "architecture": Architecture.load(model)})
     name, _, backbone = model.partition(":")
     name = FORMER_NAMES.get(name, name)
+    # timm, and no other model, must have the name of a backbone
     if name not in BUILDERS or (name == "timm") != bool(backbone or "name" in options):
         raise InputError(f"model is {model!r}, but must be {alternatives(model_names())}.")
     if backbone:

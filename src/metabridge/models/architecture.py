@@ -1,12 +1,13 @@
 """Cell architectures, and the active operators of a search, as plain data (Wang et al. 2022, §6.1).
 
-A network is a stack of normal cells and reduction cells, which halve the height and width of the feature maps. The
-inputs of a cell are the outputs of the two previous cells, called sources 0 and 1. A cell has three nodes; nodes 0 and
-1 are sources 2 and 3 for later nodes. Every node has an edge from each earlier source, so a cell has 2 + 3 + 4 = 9
-edges. A node is the sum of the outputs of the operators on its edges, and the output of the cell is the concatenation
-of its nodes.
+A network is a stack of cells of two kinds: normal cells, and reduction cells, which halve the height and width of the
+feature maps. The inputs of a cell are the outputs of the two previous cells, called sources 0 and 1. A cell has three
+nodes; nodes 0 and 1 are sources 2 and 3 for later nodes. Every node has an edge from each earlier source, so a cell has
+2 + 3 + 4 = 9 edges. A node is the sum of the outputs of the operators on the edges into it, and the output of the cell
+is the concatenation of its nodes.
 
-In an `Architecture`, two edges into each node have one operator each, and the other edges have none.
+In an `Architecture`, two edges into each node have one operator each, and the other edges have none. During a search,
+several operators can be active on an edge (`ActiveOperators`).
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ OPERATORS = (
     "dil_conv_3x3",
 )
 NODES = 3
-EDGES = tuple((node, source) for node in range(NODES) for source in range(node + 2))  # from the source to the node
-SOURCE_NAMES = ("c_{k-2}", "c_{k-1}", *map(str, range(NODES - 1)))
-INPUTS_PER_NODE = 2  # edges into a node that have an operator in an architecture
+EDGES = tuple((node, source) for node in range(NODES) for source in range(node + 2))  # pairs (target, source)
+SOURCE_NAMES = ("c_{k-2}", "c_{k-1}", *map(str, range(NODES - 1)))  # c_{k-1} is the output of the previous cell
+INPUTS_PER_NODE = 2  # number of edges into a node that have an operator in an architecture
 
 CellKind = Literal["normal", "reduction"]
-CELLS: tuple[CellKind, ...] = get_args(CellKind)
-QUOTED_KEYS = " and ".join(map(repr, CELLS))
-EdgeOperator: TypeAlias = tuple[CellKind, int, str]  # cell, index of an edge in EDGES, operator
+CELLS: tuple[CellKind, ...] = get_args(CellKind)  # the two kinds of cells
+QUOTED_KEYS = " and ".join(map(repr, CELLS))  # the keys of an architecture in JSON, for error messages
+EdgeOperator: TypeAlias = tuple[CellKind, int, str]  # kind of cell, index of an edge in EDGES, operator
 CellSpec: TypeAlias = tuple[tuple[tuple[int, str], ...], ...]  # pairs (source, operator) of each node
-EdgeSets: TypeAlias = tuple[frozenset[str], ...]  # set of operators on each edge of a cell
+OperatorSets: TypeAlias = tuple[frozenset[str], ...]  # set of operators on each edge of a cell
 
 
 @dataclass(frozen=True)
@@ -179,13 +180,13 @@ class Architecture:
     @property
     def active_operators(self) -> ActiveOperators:
         """One active operator on each edge that the architecture uses, and none on the other edges."""
-        cell_operators = (
+        operators_of_cells = (  # for each kind of cell, its triples (node, source, operator)
             {(node, *pair) for node, pairs in enumerate(getattr(self, kind)) for pair in pairs} for kind in CELLS
         )
         return ActiveOperators(
             *(
-                tuple(frozenset(operator for operator in OPERATORS if (*edge, operator) in triples) for edge in EDGES)
-                for triples in cell_operators
+                tuple(frozenset(name for name in OPERATORS if (*edge, name) in cell_operators) for edge in EDGES)
+                for cell_operators in operators_of_cells
             )
         )
 
@@ -215,8 +216,8 @@ class ActiveOperators:
     True
     """
 
-    normal: EdgeSets
-    reduction: EdgeSets
+    normal: OperatorSets
+    reduction: OperatorSets
 
     def __post_init__(self) -> None:
         for kind in CELLS:
@@ -226,7 +227,7 @@ class ActiveOperators:
             for operator in frozenset().union(*edges):
                 _check_operator(operator)
             for node in range(NODES):
-                if not any(edges[edge] for edge in edges_of(node)):
+                if not any(edges[edge] for edge in edges_into(node)):
                     raise InputError(
                         f"no operator is active on any edge of node {node} of the {kind} cell. Keep at least one."
                     )
@@ -269,19 +270,21 @@ class ActiveOperators:
         """
         if removed is None:
             return self
-        cell, edge, operator = removed
+        kind, edge, operator = removed
         if removed not in self:
-            raise InputError(f"{operator!r} is not active on edge {edge} of the {cell} cell, so it cannot be removed.")
-        edges = list(getattr(self, cell))
-        edges[edge] -= {operator}
-        return replace(self, **{cell: tuple(edges)})
+            raise InputError(f"{operator!r} is not active on edge {edge} of the {kind} cell, so it cannot be removed.")
+        operator_sets = list(getattr(self, kind))
+        operator_sets[edge] -= {operator}
+        return replace(self, **{kind: tuple(operator_sets)})
 
     def best_architecture(self, scores: Mapping[EdgeOperator, float]) -> Architecture:
         """Select the best operator on each edge and then the two best edges into each node, as in DARTS.
 
+        The score of an edge is that of its best operator.
+
         Args:
             scores: A score for every active operator. Higher is better; of equal scores, the first operator or edge
-                wins.
+                (in the order of `OPERATORS` and `EDGES`) wins.
 
         Returns:
             The architecture.
@@ -290,24 +293,24 @@ class ActiveOperators:
             InputError: If the score of an operator is missing or NaN, or if fewer than two edges into a node have an
                 active operator.
         """
-        for active in self:
-            if math.isnan(scores.get(active, math.nan)):
-                cell, edge, operator = active
-                raise InputError(f"scores has no number for {operator!r} on edge {edge} of the {cell} cell.")
+        for edge_operator in self:
+            if math.isnan(scores.get(edge_operator, math.nan)):
+                kind, edge, operator = edge_operator
+                raise InputError(f"scores has no number for {operator!r} on edge {edge} of the {kind} cell.")
         return Architecture(*(self._best_cell(kind, scores) for kind in CELLS))
 
     def _best_cell(self, kind: CellKind, scores: Mapping[EdgeOperator, float]) -> CellSpec:
         edge_winners: list[list[EdgeOperator]] = [[] for _ in range(NODES)]  # best operator on each edge into each node
         for edge, (node, _) in enumerate(EDGES):
-            active_on_edge = [active for active in self if active[:2] == (kind, edge)]
-            if active_on_edge:
-                edge_winners[node].append(max(active_on_edge, key=scores.__getitem__))
+            edge_operators = [edge_operator for edge_operator in self if edge_operator[:2] == (kind, edge)]
+            if edge_operators:
+                edge_winners[node].append(max(edge_operators, key=scores.__getitem__))
         selected_by_node = (
             sorted(winners, key=scores.__getitem__, reverse=True)[:INPUTS_PER_NODE] for winners in edge_winners
         )
         return tuple(
-            tuple((EDGES[edge][1], name) for _, edge, name in sorted(selected, key=lambda operator: operator[1]))
-            for selected in selected_by_node
+            tuple((EDGES[edge][1], operator) for _, edge, operator in sorted(winners, key=lambda winner: winner[1]))
+            for winners in selected_by_node  # sorted by edge and therefore by source
         )
 
 
@@ -337,10 +340,10 @@ def random_architecture(generator: torch.Generator, operators: Sequence[str] = O
     return Architecture(random_cell(), random_cell())
 
 
-def edges_of(node: int) -> list[int]:
+def edges_into(node: int) -> list[int]:
     """Return the indices (in `EDGES`) of the edges into a node.
 
-    >>> edges_of(1)
+    >>> edges_into(1)
     [2, 3, 4]
     """
     return [edge for edge, (target, _) in enumerate(EDGES) if target == node]

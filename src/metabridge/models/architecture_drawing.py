@@ -1,10 +1,11 @@
 """Draw the two cells of an architecture as graphs.
 
 A drawing shows, from left to right, the outputs c_{k-2} and c_{k-1} of the two previous cells, the three nodes (each
-to the right of its two operators) and the output of the cell. An arrow to the next node runs directly to its operator.
-The other arrows run in separate lanes and cross no label: arrows from c_{k-2} run above all boxes, arrows from c_{k-1}
-below, and arrows from node 0 to node 2 next to the operators of node 1. Gray arrows lead from the nodes to the output,
-which concatenates them.
+to the right of its two operators) and the output of the cell. An arrow leads from a source to an operator. If the
+operator belongs to the next node to the right of the source, the arrow runs directly to it. The other arrows run in
+separate lanes and cross no label: arrows from c_{k-2} run above all boxes, arrows from c_{k-1} below, and arrows from
+node 0 to node 2 above or below the operators of node 1. Gray arrows lead from the nodes to the output, which
+concatenates them.
 """
 
 from __future__ import annotations
@@ -40,9 +41,10 @@ FIRST_OPERATOR_X, NODE_SPACING = 2.1, 3.75  # x of the operators of node 0; dist
 BOX_WIDTH, BOX_HEIGHT = 1.7, 0.5  # size of the box of an operator
 OPERATOR_DISTANCE, NODE_RADIUS = 1.75, 0.3  # distance of a node from its operators; radius of its circle
 OPERATOR_Y = 0.42  # the two operators of a node are at this height and at its negative
-OUTER_Y, INNER_Y, OUTPUT_Y = 1.65, 1.1, -2.3  # heights of the lanes of arrows
+# heights of the lanes of arrows from previous cells (±), of arrows from node 0 to node 2 (±) and of gray arrows
+OUTER_Y, INNER_Y, OUTPUT_Y = 1.65, 1.1, -2.3
 INPUT_CENTERS = ((0.0, 1.05), (0.0, -1.05))  # of the boxes of sources 0 and 1
-OUTPUT_X = FIRST_OPERATOR_X + NODES * NODE_SPACING - 0.9
+OUTPUT_X = FIRST_OPERATOR_X + NODES * NODE_SPACING - 0.9  # center of the output's box
 
 
 def draw(architecture: Architecture, file: str | Path) -> Path:
@@ -82,7 +84,8 @@ def draw_cell(cell: CellSpec, axes: Axes, theme: Theme = LIGHT) -> None:
     axes.set_aspect("equal")
     axes.set(xlim=(-0.85, OUTPUT_X + 0.6), ylim=(OUTPUT_Y - 0.25, OUTER_Y + 0.25))
     node_1_sources = [source for source, _ in cell[1]]
-    # arrows from node 0 to node 2 pass node 1 above (1) or below (-1)
+    # An arrow from node 0 to node 2 passes node 1 above (side 1), or below (side -1) if an arrow enters an operator of
+    # node 1 from above but none from below.
     side = -1 if 0 in node_1_sources and 1 not in node_1_sources else 1
     for node, pairs in enumerate(cell):
         center = _center(node)
@@ -116,13 +119,14 @@ def _lane(source: int, node: int, side: int) -> float:
 def _route(source: int, node: int, side: int, end: Point) -> list[Point]:
     """Return the points through which the arrow from a source to an operator of a node runs, up to `end`."""
     if source < 2:
-        start, next_node = (INPUT_CENTERS[source][0] + 0.55, INPUT_CENTERS[source][1]), 0
+        start, next_node = (INPUT_CENTERS[source][0] + 0.55, INPUT_CENTERS[source][1]), 0  # right edge of the box
     else:
         start, next_node = (_center(source - 2)[0] + NODE_RADIUS, 0.0), source - 1
     if next_node == node:
         return [start, end]
     lane = _lane(source, node, side)
-    lane_end = _center(node - 1)[0] + (NODE_RADIUS if source < 2 else 0)  # different ends, so that arrows do not cross
+    # lanes from previous cells and from node 0 end at different x, so that the arrows do not cross
+    lane_end = _center(node - 1)[0] + (NODE_RADIUS if source < 2 else 0)
     return [start, (_center(next_node)[0] - OPERATOR_DISTANCE - BOX_WIDTH / 2, lane), (lane_end, lane), end]
 
 

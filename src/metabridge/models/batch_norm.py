@@ -76,6 +76,7 @@ class BatchNorm(nn.Module):
         Raises:
             InputError: If the layer normalizes by the statistics of `x`, but each channel has only one value.
         """
+        # if x is in bfloat16, weight and bias are nevertheless in float32
         dtype = torch.float32 if x.dtype == torch.bfloat16 else x.dtype
         weight = x.new_ones(self.channels, dtype=dtype) if self.weight is None else self.weight
         bias = x.new_zeros(self.channels, dtype=dtype) if self.bias is None else self.bias
@@ -188,7 +189,7 @@ class _NormalizeDoubleBackward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, dims: tuple[int | None, ...], *inputs: Any) -> tuple[Any, Any]:
-        axes = (1, 1, 0, 0, 0, 1, 0, 0)
+        axes = (1, 1, 0, 0, 0, 1, 0, 0)  # the channel axis of each input
         folded = [fold(info, dim, value, axis) for dim, value, axis in zip(dims, inputs, axes)]
         return _unfold_channels(info, _NormalizeDoubleBackward.apply(*folded), (1, 1, 0))
 
@@ -279,15 +280,16 @@ def group_count(channels: int, max_groups: int = 16) -> int:
 def estimate_statistics(net: nn.Module, batches: Iterable[Tensor]) -> None:
     """Measure the fixed statistics of all `BatchNorm` layers of `net` with `statistics="running"`.
 
-    Each layer gets the mean and the variance of its inputs over all batches, weighted equally. The network computes the
-    inputs in training mode with its current parameters.
+    Each layer gets the mean and the variance of its inputs over all batches; every batch has the same weight, even if
+    the batches differ in size. The network computes the inputs of its layers in training mode, with its current
+    parameters.
 
     Args:
         net: The network, which is changed in place.
         batches: Batches of inputs of `net`.
 
     Raises:
-        InputError: If there is no batch, or the network does not call one of these layers.
+        InputError: If there is no batch, or one of these layers is not called in the forward pass.
 
     >>> net = nn.Sequential(BatchNorm(1, "running"))
     >>> estimate_statistics(net, [torch.tensor([[1.0], [3.0]])])
@@ -320,7 +322,10 @@ def estimate_statistics(net: nn.Module, batches: Iterable[Tensor]) -> None:
         for hook in hooks:
             hook.remove()
     if not all(moments.values()):
-        raise InputError("batches is empty. Pass at least one batch of inputs to estimate the statistics from.")
+        raise InputError(
+            "batches is empty, or net does not call all its batch norms. Pass at least one batch of inputs to estimate "
+            "the statistics from, and remove batch norms that are not called."
+        )
     for layer, layer_moments in moments.items():
         means, variances = (torch.stack(values) for values in zip(*layer_moments))
         layer.mean.copy_(means.mean(0))

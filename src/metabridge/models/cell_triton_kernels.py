@@ -1,4 +1,4 @@
-"""Triton kernels of `cell_triton_layers`, with the names and layouts of `fused_triton_kernels`.
+"""Triton kernels of `cell_triton_layers`; for rows, tiles and names such as `c` and `g`, see `fused_triton_kernels`.
 
 A `WindowGrid` describes the 3×3 windows of a map. A row of a tile represents `windows_per_row` windows, one below the
 other. These windows overlap, but the compiler loads each pixel only once if all loads come before the first store. The
@@ -8,6 +8,8 @@ grid is a compile-time constant, because otherwise the divisions by its height a
 stride² pixels of the map, numbered by `pixel`: each lies `pixel // stride` pixels below and `pixel % stride` pixels to
 the right of the center of the row's first window. `extra_grad` is None or another gradient with respect to x, which is
 added to the computed gradient.
+
+ReLU is computed as `tl.where(value <= 0, 0.0, value)`, which keeps NaN.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs, disable-error-code=assignment
@@ -81,6 +83,7 @@ def grid_index(
     window (in the input). HEIGHT, WIDTH and STRIDE, the distance between neighboring windows, are in elements of the
     map.
     """
+    # number of rows that together represent one column of the output
     ROW_GROUPS: tl.constexpr = (GRID.out_height + GRID.windows_per_row - 1) // GRID.windows_per_row
     i, j = row // GRID.out_width % ROW_GROUPS * GRID.windows_per_row * STRIDE, row % GRID.out_width * STRIDE
     first_center = (row // GRID.out_width // ROW_GROUPS * HEIGHT + i) * WIDTH + j
@@ -122,6 +125,7 @@ def pixels_in_window(row, GRID: tl.constexpr, down: tl.constexpr, right: tl.cons
 
     The window lies `down` windows below and `right` windows to the right of the row's first window.
     """
+    # number of rows that together represent one column of the output
     ROW_GROUPS: tl.constexpr = (GRID.out_height + GRID.windows_per_row - 1) // GRID.windows_per_row
     i = (row // GRID.out_width % ROW_GROUPS * GRID.windows_per_row + down) * GRID.stride
     j = (row % GRID.out_width + right) * GRID.stride
@@ -231,7 +235,7 @@ def max_pool(x, y, indices, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: t
         for k in tl.static_range(9):
             index, inside = window_pixel_index(row, rows, c, GRID, 1, window, k)
             value = tl.load(x + index + column, mask=inside, other=float("-inf")).to(tl.float32)
-            is_larger = (value > max_value) | (value != value)
+            is_larger = (value > max_value) | (value != value)  # NaN counts as larger than all numbers
             max_k = tl.where(is_larger, k, max_k)
             max_value = tl.where(is_larger, value, max_value)
         maxima = maxima + (max_value,)
@@ -254,7 +258,7 @@ def max_pool_backward(g, extra_grad, indices, grad_x, rows, c, GRID: tl.constexp
         for k in tl.static_range(9):
             if is_in_window(GRID.stride, 1, pixel, k):
                 index, inside = containing_window_index(row, rows, c, GRID, 1, pixel, k)
-                is_max = tl.load(indices + index + column, mask=inside, other=9) == k
+                is_max = tl.load(indices + index + column, mask=inside, other=9) == k  # 9 is never equal to k
                 grad += tl.where(is_max, load_float(g + index + column, inside), 0.0)
         grads = grads + (grad,)
     store_pixel_grads(grad_x, extra_grad, grads, row, rows, c, column, GRID)
@@ -323,7 +327,7 @@ def relu_even_odd_backward(g, extra_grad, y, grad_x, rows, c, GRID: tl.constexpr
     for pixel in tl.static_range(4):
         index, inside = pixel_index(row, rows, c, GRID, pixel // 2, pixel % 2)
         grad = tl.zeros([BR, BC], tl.float32)
-        if pixel % 3 == 0:
+        if pixel % 3 == 0:  # pixels 0 and 3 are (2i, 2j) and (2i + 1, 2j + 1)
             y_index = (2 * row[:, None].to(tl.int64) + pixel // 3) * c + column
             grad = load_float(g + y_index, inside)
             grad = tl.where(tl.load(y + y_index, mask=inside, other=0.0) > 0, grad, 0.0)

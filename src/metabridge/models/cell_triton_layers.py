@@ -22,10 +22,11 @@ from metabridge.models.cell_triton_kernels import WindowGrid
 from metabridge.models.cells import AvgPool
 from metabridge.models.fused_layers import differentiable_vjp
 
-# chosen according to the numbers of registers and instructions of the compiled kernels
-WINDOWS_PER_ROW = 3  # windows, one below the other, that a row of a tile represents if the stride is 1 (otherwise 1)
-WEIGHT_TILE_ELEMENTS = 512  # elements of a tile in the depthwise backward kernel, which also sums weight gradients
-WEIGHT_PROGRAMS = 2112  # number of programs that share these sums
+# Chosen according to the numbers of registers and instructions of the compiled kernels. A tile is the matrix of values
+# that a Triton program processes at once; its columns are channels.
+WINDOWS_PER_ROW = 3  # windows, one below the other, that a row of a tile represents if the stride is 1 (otherwise one)
+WEIGHT_TILE_ELEMENTS = 512  # elements of a tile in the backward pass of the depthwise convolution
+WEIGHT_PROGRAMS = 2112  # number of programs among which that pass divides the sums that give the weight gradient
 
 
 def conv_1x1(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,10 +50,10 @@ def avg_pool(x: Tensor, stride: int) -> tuple[Tensor, Tensor]:
 
 
 def relu_even_odd(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a map of 2c channels, and x.
+    """Return a map with twice as many channels as x, and x.
 
-    The first c channels contain ReLU(x) at pixels (2i, 2j), the last c channels at pixels (2i + 1, 2j + 1), with zeros
-    beyond the edge.
+    If x has c channels, the first c channels of the map contain ReLU(x) at pixels (2i, 2j), and the last c channels
+    ReLU(x) at pixels (2i + 1, 2j + 1), with zeros beyond the edge.
     """
     return _with_input(_ReluEvenOdd(), x)
 
@@ -78,7 +79,8 @@ class _Layer(Protocol):
     def backward(self) -> Callable[..., tuple[Tensor, ...]]:
         """Return the gradients with respect to x and the weight.
 
-        The arguments are g, `extra_grad`, x, the weight and all results of `forward`.
+        The arguments are the gradient g with respect to the output, `extra_grad` (see above), x, the weight and all
+        results of `forward`.
         """
 
     @property
@@ -136,14 +138,14 @@ class _ReluDepthwiseConv:
 
     def forward(self, x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         y, rows, grid, tile = _window_output(x, self.stride)
-        kernel_matrix = weight.flatten(1).T.contiguous()  # (9, c)
+        weight_matrix = weight.flatten(1).T.contiguous()  # (9, channels)
         kernels.relu_depthwise_conv[triton_tiles.launch_grid(rows, x.shape[1], tile)](
-            x, kernel_matrix, y, rows, x.shape[1], grid, DILATION=self.dilation, **tile
+            x, weight_matrix, y, rows, x.shape[1], grid, DILATION=self.dilation, **tile
         )
-        return y, kernel_matrix
+        return y, weight_matrix
 
     def backward(
-        self, g: Tensor, extra_grad: Tensor | None, x: Tensor, weight: Tensor, _: Tensor, kernel_matrix: Tensor
+        self, g: Tensor, extra_grad: Tensor | None, x: Tensor, weight: Tensor, _: Tensor, weight_matrix: Tensor
     ) -> tuple[Tensor, ...]:
         grad_x, c, (rows, grid) = torch.empty_like(x), x.shape[1], _window_rows(x, g, self.stride)
         tile, chunk_size, chunks = (
@@ -155,7 +157,7 @@ class _ReluDepthwiseConv:
             g,
             extra_grad,
             x,
-            kernel_matrix,
+            weight_matrix,
             grad_x,
             chunk_sums,
             rows,
@@ -221,7 +223,7 @@ class _ReluEvenOdd:
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         n, c, height, width = x.shape
         out_height, out_width = triton_tiles.ceil_div(height, 2), triton_tiles.ceil_div(width, 2)
-        y = triton_tiles.empty_map((n, 2 * c, out_height, out_width), x.dtype, x.device)
+        y = triton_tiles.empty_channels_last((n, 2 * c, out_height, out_width), x.dtype, x.device)
         rows, tile = triton_tiles.matrix_shape(y)[0], triton_tiles.tile_shape(c)
         grid = WindowGrid(height, width, out_height, out_width, stride=2, windows_per_row=1)
         kernels.relu_even_odd[triton_tiles.launch_grid(rows, c, tile)](x, y, rows, c, grid, **tile)
@@ -272,7 +274,7 @@ class _ReluConcat(torch.autograd.Function):
 def _relu_concat(maps: Sequence[Tensor]) -> Tensor:
     channels = [value.shape[1] for value in maps]
     n, _, *size = maps[0].shape
-    y = triton_tiles.empty_map((n, sum(channels), *size), maps[0].dtype, maps[0].device)
+    y = triton_tiles.empty_channels_last((n, sum(channels), *size), maps[0].dtype, maps[0].device)
     rows, y_columns = triton_tiles.matrix_shape(y)
     for value, c, first_column in zip(maps, channels, itertools.accumulate(channels, initial=0)):
         tile = triton_tiles.tile_shape(c)
@@ -287,7 +289,7 @@ def _relu_concat_backward(
     n, _, *size = y.shape
     rows, y_columns = triton_tiles.matrix_shape(y)
     for c, first_column in zip(channels, itertools.accumulate(channels, initial=0)):
-        grad_x, tile = triton_tiles.empty_map((n, c, *size), g.dtype, g.device), triton_tiles.tile_shape(c)
+        grad_x, tile = triton_tiles.empty_channels_last((n, c, *size), g.dtype, g.device), triton_tiles.tile_shape(c)
         kernels.relu_concat_backward[triton_tiles.launch_grid(rows, c, tile)](
             g, extra_grad, y, grad_x, rows, c, y_columns, first_column, **tile
         )
@@ -300,10 +302,10 @@ def _matrix(x: Tensor) -> Tensor:
 
 
 def _window_output(x: Tensor, stride: int) -> tuple[Tensor, int, WindowGrid, dict[str, int]]:
-    """Return an uninitialized output with one pixel per window, and the number of rows, the grid and the tile shape."""
+    """Return an uninitialized output with one pixel per window, the results of `_window_rows`, and the tile shape."""
     n, c, height, width = x.shape
     shape = n, c, triton_tiles.ceil_div(height, stride), triton_tiles.ceil_div(width, stride)
-    y = triton_tiles.empty_map(shape, x.dtype, x.device)
+    y = triton_tiles.empty_channels_last(shape, x.dtype, x.device)
     return y, *_window_rows(x, y, stride), triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE_ELEMENTS)
 
 

@@ -1,8 +1,9 @@
-"""Networks of cells: a supernet, and the network of one architecture (Wang et al. 2022, §6.1).
+"""Networks of cells: supernets for architecture search, and networks of one architecture (Wang et al. 2022, §6.1).
 
-Both are built from `Cells`, which computes only the active operators. All architectures of a search therefore share the
-weights of the supernet. If exactly the operators of an architecture are active, the supernet computes the same function
-as the network of that architecture with the same weights.
+In a supernet, every edge of a cell has several operators, some of which are active. The network of an architecture has
+only the operators of the architecture. Both are built from `Cells`, which computes only the active operators. All
+architectures of a search therefore share the weights of the supernet. If exactly the operators of an architecture are
+active, the supernet computes the same function as the network of that architecture with the same weights.
 """
 
 from __future__ import annotations
@@ -16,7 +17,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from metabridge.errors import InputError, check_count
-from metabridge.models.architecture import EDGES, NODES, OPERATORS, ActiveOperators, Architecture, EdgeSets, edges_of
+from metabridge.models.architecture import (
+    EDGES,
+    NODES,
+    OPERATORS,
+    ActiveOperators,
+    Architecture,
+    OperatorSets,
+    edges_into,
+)
 from metabridge.models.batch_norm import BatchNorm, Statistics, group_count
 from metabridge.models.drop_path import DropPath, check_drop_rate
 from metabridge.models.network import Network, seeded, stores_build_arguments
@@ -139,7 +148,7 @@ def check_active_operators(net: Network, active: ActiveOperators) -> Cells:
 
     Args:
         net: The supernet, which is not changed.
-        active: The operators.
+        active: The operators with which it must have been built.
 
     Returns:
         The features of `net`.
@@ -157,9 +166,9 @@ def check_active_operators(net: Network, active: ActiveOperators) -> Cells:
         )
     missing = set(active) - set(net.features.available_operators)
     if missing:
-        cell, edge, operator = min(missing)
+        kind, edge, operator = min(missing)
         raise InputError(
-            f"the supernet was built without {operator!r} on edge {edge} of the {cell} cell. Build another supernet."
+            f"the supernet was built without {operator!r} on edge {edge} of the {kind} cell. Build another supernet."
         )
     return net.features
 
@@ -222,7 +231,7 @@ class Cells(nn.Module):
             source_0, source_1 = source_1, cell(source_0, source_1, active)
         return self.end(source_1).mean((-2, -1))  # type: ignore[no-any-return]
 
-    def cells_with_operators(self) -> Iterator[tuple[Cell, EdgeSets]]:
+    def cells_with_operators(self) -> Iterator[tuple[Cell, OperatorSets]]:
         """Yield each cell with the active operators on its edges."""
         for cell in cast(Iterable[Cell], self.cells):
             yield cell, self.active.reduction if cell.reduction else self.active.normal
@@ -269,7 +278,7 @@ class Cell(nn.Module):
             self.edges.append(nn.ModuleDict({name: _OPERATORS[name](channels, stride, make_norm) for name in names}))
         self.drop = DropPath(drop_rate) if drop_rate else nn.Identity()
 
-    def forward(self, source_0: Tensor, source_1: Tensor, active: EdgeSets) -> Tensor:
+    def forward(self, source_0: Tensor, source_1: Tensor, active: OperatorSets) -> Tensor:
         """Return the concatenation of the nodes."""
         sources = [self.before(source_0), self.last(source_1)]
         for node in range(NODES):
@@ -277,9 +286,9 @@ class Cell(nn.Module):
             sources.append(functools.reduce(torch.add, terms))
         return torch.cat(sources[2:], 1)
 
-    def operators_into(self, node: int, active: EdgeSets) -> Iterator[tuple[nn.Module, int]]:
+    def operators_into(self, node: int, active: OperatorSets) -> Iterator[tuple[nn.Module, int]]:
         """Yield the active operators on the edges into a node, each with the index of its source."""
-        for edge in edges_of(node):
+        for edge in edges_into(node):
             for name, operator in cast(nn.ModuleDict, self.edges[edge]).items():
                 if name in active[edge]:
                     yield operator, EDGES[edge][1]

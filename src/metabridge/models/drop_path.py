@@ -1,4 +1,4 @@
-"""Layers that drop random parts of their input in training, at a rate that can follow a schedule."""
+"""Layers that set random parts of feature maps to zero in training, at a rate that can follow a schedule."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from metabridge.errors import InputError
 
 
 class Drop(nn.Module):
-    """Base class of layers that drop parts of their input in training.
+    """Base class of layers that set random parts of feature maps to zero ("drop" them) in training.
 
-    The buffer `rate` is the current rate, and `full_rate` the rate at the end of a schedule. To follow a schedule,
-    change the buffer in place with `layer.rate.fill_(…)`. This also takes effect in a captured CUDA graph.
+    The buffer `rate` is the fraction that is currently dropped, and the attribute `full_rate` is the fraction at the
+    end of a schedule. To follow a schedule, change the buffer in place with `layer.rate.fill_(…)`. This also takes
+    effect in a captured CUDA graph.
 
     Args:
-        rate: The full rate, which is also the initial value of the buffer.
+        rate: The rate at the end of a schedule, which is also the initial value of the buffer.
 
     Raises:
         InputError: If `rate` is not in [0, 1).
@@ -45,20 +46,20 @@ def check_drop_rate(name: str, rate: float) -> None:
 
 
 class DropPath(Drop):
-    """In training, set all feature maps of an input to zero with probability `rate`, and rescale the other inputs.
+    """In training, set all feature maps of an image to zero with probability `rate`, and rescale those of other images.
 
     Args:
-        rate: The full rate, see `Drop`.
+        rate: The probability at the end of a schedule (see `Drop`), which is also the initial probability.
 
     >>> DropPath(0.5).eval()(torch.ones(1, 1, 4, 4)).sum()
     tensor(16.)
     """
 
     def forward(self, x: Tensor) -> Tensor:
-        """Drop the feature maps of some inputs if the layer is in training mode.
+        """Drop the feature maps of some images if the layer is in training mode.
 
         Args:
-            x: Feature maps of shape (n, channels, height, width).
+            x: Feature maps of n images, of shape (n, channels, height, width).
 
         Returns:
             Feature maps of the same shape.
@@ -66,10 +67,10 @@ class DropPath(Drop):
         return x * self.factor(x).to(x.dtype) if self.training else x
 
     def factor(self, x: Tensor) -> Tensor:
-        """Draw a random factor for each input: 0 with probability `rate`, otherwise 1 / (1 − rate).
+        """Draw a random factor for each image: 0 with probability `rate`, otherwise 1 / (1 − rate).
 
         Args:
-            x: Feature maps of shape (n, channels, height, width).
+            x: Feature maps of n images, of shape (n, channels, height, width).
 
         Returns:
             Factors of shape (n, 1, 1, 1) in float32.

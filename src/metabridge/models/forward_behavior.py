@@ -29,8 +29,9 @@ def observe(module: nn.Module, x: Tensor, params: Mapping[str, Tensor] | None = 
     The module and the states of random generators do not change. If `params` is not None, it replaces the parameters.
 
     Raises:
-        InputError: If the module changes a parameter or an unregistered tensor, or reads a parameter through an object
-            in which it cannot be replaced.
+        InputError: If the module changes a parameter or a tensor that is neither a parameter nor a buffer, or reads a
+            parameter through an object in which `bind_params` cannot replace it, such as an attribute of an object that
+            is not a module.
 
     >>> x = torch.ones(2, 3)
     >>> observe(nn.Dropout(0.5), x).is_random, observe(nn.Dropout(0.5).eval(), x).is_random
@@ -71,7 +72,8 @@ def _buffers(module: nn.Module) -> dict[str, Tensor]:
 class _Observer(TorchDispatchMode):
     """Record random operations and weight normalization.
 
-    Raise an error if an operation reads one of the original parameters, whose names are in `names_by_id`.
+    Raise an error if an operation reads one of the original parameters instead of its replacement. `names_by_id` maps
+    the id of each original parameter to its name.
     """
 
     def __init__(self, names_by_id: Mapping[int, str]) -> None:
@@ -112,7 +114,7 @@ class _Observer(TorchDispatchMode):
 
 
 class _CompilerAwareObserver(_Observer):
-    """An observer that the compiler skips, for compiled modules."""
+    """The observer to use when PyTorch's compiler is loaded; the compiler skips the code of the observer itself."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

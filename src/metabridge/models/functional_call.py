@@ -1,8 +1,8 @@
 """Call a module with other parameters, without changing the module.
 
 `torch.func.functional_call` replaces the parameters in the module during the call. Threads that share a module would
-therefore compute with each other's parameters. `bind_params` and `shallow_copy` copy the module tree but not the
-tensors. This is as fast as replacing the parameters.
+therefore compute with each other's parameters. `bind_params` and `shallow_copy` instead copy the tree of modules, but
+not their tensors. This is as fast as `torch.func.functional_call`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ Replacements = dict[int, Any]  # from the id of a replaced object to the new obj
 # Objects of these types are not searched for parameters or other tensors.
 UNSEARCHED_TYPES = frozenset({int, float, bool, str, bytes, type(None), set, torch.dtype, torch.device, torch.Size})
 CONTAINER_TYPES = frozenset({dict, OrderedDict, list, tuple})
+# the attributes of a module in which PyTorch stores its parameters, buffers and submodules
 REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
@@ -31,8 +32,8 @@ def bind_params(module: M, params: Mapping[str, Tensor], *, copy_buffers: bool =
     """Return a copy of `module` with other parameters; the copy and `module` share all other tensors.
 
     A parameter is replaced under all its names and in all attributes that refer to it, directly or through
-    dictionaries, lists, tuples, closures, bound methods and partial functions. Sets, attributes of other objects, and
-    subclasses of these types (except OrderedDict) are not searched.
+    dictionaries, lists, tuples, closures, bound methods and partial functions. Sets, attributes of objects that are not
+    modules, and subclasses of these types (except OrderedDict) are not searched.
 
     Args:
         module: The module, which is not changed.
@@ -147,7 +148,7 @@ def unregistered_tensors(module: nn.Module) -> list[Tensor]:
     """Return the tensors in attributes of the module and its submodules, except parameters and buffers.
 
     Dictionaries, lists, tuples, closures, bound methods and partial functions are searched, but not sets, attributes of
-    other objects, or subclasses of these types (except OrderedDict).
+    objects that are not modules, or subclasses of these types (except OrderedDict).
 
     Args:
         module: The module.

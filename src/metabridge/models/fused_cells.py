@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from metabridge.models import cell_triton_layers, fused_layers
-from metabridge.models.architecture import NODES, EdgeSets
+from metabridge.models.architecture import NODES, OperatorSets
 from metabridge.models.batch_norm import BatchNorm
 from metabridge.models.cells import Cell, Cells, FactorizedReduce
 from metabridge.models.drop_path import DropPath
@@ -51,11 +51,11 @@ class _Source:
         return y
 
 
-def _compute_nodes(cell: Cell, source_0: _Source, source_1: _Source, active: EdgeSets) -> list[_Source]:
+def _compute_nodes(cell: Cell, source_0: _Source, source_1: _Source, active: OperatorSets) -> list[_Source]:
     first_layers = (cell.before, source_0), (cell.last, source_1)
     sources = [_Source(_add_term(None, layer, source)) for layer, source in first_layers]
     for node in range(NODES):
-        operators_and_sources = [(operator, sources[source]) for operator, source in cell.operators_into(node, active)]
+        operators_and_sources = [(operator, sources[index]) for operator, index in cell.operators_into(node, active)]
         identity_terms = [source.x for operator, source in operators_and_sources if isinstance(operator, nn.Identity)]
         total = functools.reduce(torch.add, identity_terms) if identity_terms else None
         for operator, source in operators_and_sources:
@@ -67,7 +67,7 @@ def _compute_nodes(cell: Cell, source_0: _Source, source_1: _Source, active: Edg
 
 
 def _add_term(total: Tensor | None, operator: nn.Module, source: _Source, drop: nn.Module | None = None) -> Tensor:
-    """Add the output of an operator, after drop path, to the sum of a node and return the new sum."""
+    """Add the output of an operator, after drop path, to the sum of a node (None if empty) and return the new sum."""
     if isinstance(operator, FactorizedReduce):
         x, _ = cell_triton_layers.conv_1x1(source.apply(cell_triton_layers.relu_even_odd), operator.joint_weight())
         norm: Any = operator.norm

@@ -1,13 +1,14 @@
 """The layers between the convolutions of ResNet-12 and of cells, fused with Triton to save passes over memory.
 
 On a GPU in bfloat16, reading and writing feature maps between the convolutions takes half of the time of ResNet-12, and
-nearly all of the time of a network of cells. Here LeakyReLU(BatchNorm(x)) reads x twice, once to compute the statistics
-and once to apply them; so does the backward pass. The end of a residual block writes only the pooled map, and an
-operator of a cell adds its output directly to the sum of its node. Feature maps are channels-last. They are stored in
-their dtype and processed in float32.
+nearly all of the time of a network of cells. Here LeakyReLU(BatchNorm(x)) reads x only twice, once to compute the
+statistics and once to apply them; the backward pass also reads it twice. The end of a residual block writes only the
+pooled map, and an operator of a cell adds its output directly to the sum of its node. Feature maps are channels-last.
+They are stored in their dtype and processed in float32.
 
-The statistics of the chunks of a batch are merged with the formula of Chan et al. (1979), which is accurate even if
-|mean| is much larger than the standard deviation. Second derivatives are computed with PyTorch's operations.
+To compute the mean and variance of a batch, those of parts of the batch (chunks) are merged with the formula of Chan et
+al. (1979), which is accurate even if |mean| is much larger than the standard deviation. Second derivatives are computed
+with PyTorch's operations.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ def add_norm(
 ) -> Tensor:
     """Return addend + factor · BatchNorm(x). None stands for addend = 0 or factor = 1.
 
-    `factor` has one element per input, and no gradient is computed for it.
+    `factor` has one element per image, and no gradient is computed for it.
     """
     addend = None if addend is None else triton_tiles.channels_last(addend)
+    # LeakyReLU with a negative slope of 1 is the identity
     return _NormAct.apply(triton_tiles.channels_last(x), weight, bias, addend, factor, eps, 1.0)  # type: ignore[no-any-return]
 
 
@@ -69,7 +71,7 @@ def drop_block_mask(noise: Tensor, probability: Tensor, size: int, dtype: torch.
     """Return a mask: 0 in each `size` × `size` square whose upper left corner has `noise` < `probability`, else 1."""
     n, c, noise_height, noise_width = noise.shape
     height, width = noise_height + size - 1, noise_width + size - 1
-    keep_mask = triton_tiles.empty_map((n, c, height, width), dtype, noise.device)
+    keep_mask = triton_tiles.empty_channels_last((n, c, height, width), dtype, noise.device)
     rows, tile = n * height * width, triton_tiles.tile_shape(c)
     kernels.drop_block_mask[triton_tiles.launch_grid(rows, c, tile)](
         triton_tiles.channels_last(noise), probability, keep_mask, rows, height, width, c, SIZE=size, **tile
@@ -135,8 +137,8 @@ def norm_act_backward(
         g: Gradient with respect to the output.
         x: Input of the batch norm.
         norm_params: Mean, rstd, weight and bias of every channel, see `triton_tiles.compute_norm_params`.
-        factor: One factor per input, or None for 1.
-        pixels: Number of pixels per input.
+        factor: One factor per image, or None for 1.
+        pixels: Number of pixels per image.
         slope: Negative slope of LeakyReLU.
         dtype: Dtype of the gradients of weight and bias.
     """
@@ -176,7 +178,7 @@ class _ResidualPool(torch.autograd.Function):
         n, c, height, width = main.shape
         shape = n, c, height // 2, width // 2
         # the output and, for the backward pass, the values of main and shortcut at the maximum of each window
-        outputs = [triton_tiles.empty_map(shape, main.dtype, main.device) for _ in range(3)]
+        outputs = [triton_tiles.empty_channels_last(shape, main.dtype, main.device) for _ in range(3)]
         max_codes = torch.empty_like(outputs[0], dtype=torch.uint8)
         windows, tile = n * (height // 2) * (width // 2), triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE_ELEMENTS)
         kernels.residual_pool[triton_tiles.launch_grid(windows, c, tile)](
@@ -212,6 +214,7 @@ class _ResidualPool(torch.autograd.Function):
             **tile,
             STAGES=triton_tiles.STAGES,
         )
+        # b1 and b2 have the same gradient
         sums, (grad_bias, grad_w1, grad_w2) = triton_tiles.sum_chunks(chunk_sums, w1.dtype)
         grad_main, grad_shortcut = torch.empty_like(main), torch.empty_like(shortcut)
         windows = n * ((height + 1) // 2) * ((width + 1) // 2)
@@ -230,7 +233,8 @@ class _FirstConvolutions(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, main_weight: Tensor, shortcut_weight: Tensor) -> tuple[Tensor, Tensor]:
         n, c, height, width = x.shape
         out_channels, rows = main_weight.shape[0], n * height * width
-        outputs = [triton_tiles.empty_map((n, out_channels, height, width), x.dtype, x.device) for _ in range(2)]
+        shape = n, out_channels, height, width
+        outputs = [triton_tiles.empty_channels_last(shape, x.dtype, x.device) for _ in range(2)]
         tensors = x, triton_tiles.channels_last(main_weight), shortcut_weight, *outputs
         kernels.first_convolutions[(triton_tiles.ceil_div(rows, 256),)](
             *tensors, rows, height, width, c, OUT_CHANNELS=out_channels, PATCH_SIZE=PATCH_SIZE, BR=256
@@ -264,6 +268,7 @@ class _FirstConvolutions(torch.autograd.Function):
         )
         weight_grads = chunk_sums.sum(0).to(main_weight.dtype)
         main_weight_grad = weight_grads[0, :, : 9 * c].reshape(out_channels, 3, 3, c).movedim(-1, 1)
+        # the 1×1 convolution reads only the center of a patch
         return None, main_weight_grad, weight_grads[1, :, 4 * c : 5 * c].reshape(shortcut_weight.shape)
 
 

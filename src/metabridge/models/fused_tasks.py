@@ -20,6 +20,7 @@ def batch_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> tuple[Ten
     norm_params, y = triton_tiles.compute_norm_params(x, weight, bias, eps), torch.empty_like(x)
     rows, c = triton_tiles.matrix_shape(x)
     tile = triton_tiles.tile_shape(c)
+    # without factor and addend, and with LeakyReLU of slope 1, which is the identity
     kernels.norm_act[triton_tiles.launch_grid(rows, c, tile)](x, norm_params, None, None, y, rows, rows, c, 1.0, **tile)
     return y, norm_params[0], norm_params[1]
 
@@ -62,7 +63,7 @@ def max_pool_2x2(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the maximum of every 2×2 window and its index in the window, from 0 to 3 as uint8."""
     x = triton_tiles.channels_last(x)
     n, c, height, width = x.shape
-    y = triton_tiles.empty_map((n, c, height // 2, width // 2), x.dtype, x.device)
+    y = triton_tiles.empty_channels_last((n, c, height // 2, width // 2), x.dtype, x.device)
     indices = torch.empty_like(y, dtype=torch.uint8)
     windows, tile = y.numel() // c, triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE_ELEMENTS)
     task_triton_kernels.max_pool_2x2[triton_tiles.launch_grid(windows, c, tile)](
@@ -72,9 +73,12 @@ def max_pool_2x2(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def max_unpool_2x2(values: Tensor, indices: Tensor, x: Tensor) -> Tensor:
-    """Return maps with the shape of x that contain `values` at the maxima of the windows and zeros elsewhere."""
+    """Return maps with the shape of x that contain `values` at the maxima of the windows and zeros elsewhere.
+
+    `indices` is the second result of `max_pool_2x2`.
+    """
     n, c, height, width = x.shape
-    result = triton_tiles.empty_map((n, c, height, width), values.dtype, x.device)
+    result = triton_tiles.empty_channels_last((n, c, height, width), values.dtype, x.device)
     windows = n * triton_tiles.ceil_div(height, 2) * triton_tiles.ceil_div(width, 2)
     tile = triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE_ELEMENTS)
     values, indices = triton_tiles.channels_last(values), triton_tiles.channels_last(indices)
@@ -85,7 +89,7 @@ def max_unpool_2x2(values: Tensor, indices: Tensor, x: Tensor) -> Tensor:
 
 
 def gather_2x2(u: Tensor, indices: Tensor) -> Tensor:
-    """Return the elements of the map u at the maxima of the windows."""
+    """Return the elements of the map u at the maxima of the windows, whose `indices` `max_pool_2x2` returns."""
     u, indices = triton_tiles.channels_last(u), triton_tiles.channels_last(indices)
     _, c, height, width = u.shape
     values = torch.empty_like(indices, dtype=u.dtype)

@@ -1,7 +1,9 @@
 """Triton kernels of `fused_layers`, and helpers for all kernels.
 
 A kernel treats channels-last feature maps as a matrix: each pixel of each image is a row, and each of the `c` channels
-is a column. It processes tiles of BR rows and BC columns. `inside` masks the elements of a tile that exist.
+is a column. It processes tiles of BR rows and BC columns. `inside` masks the elements of a tile that exist. `rows`,
+`pixels`, `windows` and `chunks` are the numbers of rows, of pixels per image, of 2×2 pooling windows and of chunks (see
+below); `k` from 0 to 3 is the position of a pixel in a 2×2 window.
 
 `g` is the gradient of the loss with respect to the output, and `grad_x` the gradient with respect to the input x. The
 four rows of `norm_params` contain the mean, rstd = 1/√(variance + eps), weight and bias of every channel, and
@@ -192,7 +194,10 @@ def norm_act_sums(
     BC: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Sum g and g·n over a chunk, where g is the gradient with respect to the output of batch norm."""
+    """Sum g and g·n over a chunk.
+
+    Here g stands for `norm_grad`, the gradient with respect to the output of batch norm.
+    """
     column, lane = chunk_columns(BC), tl.arange(0, BR)
     start, count = chunk_bounds(rows, chunk_size)
     x += start.to(tl.int64) * c
@@ -219,7 +224,7 @@ def norm_act_backward(
 ):
     """Compute grad_x = weight·rstd·(g − m(g) − n·m(g·n)).
 
-    m is the mean over the rows, and g is the gradient with respect to the output of batch norm.
+    m is the mean over the rows, and g stands for `norm_grad`, the gradient with respect to the output of batch norm.
     """
     row, column = tile_indices(c, BR, BC)
     inside = (row < rows)[:, None]
@@ -341,7 +346,8 @@ def residual_pool_sums(
 ):
     """Sum g, g·n₁ and g·n₂ over a chunk of windows, at the maximum of each window.
 
-    g is the gradient with respect to the output of max pooling; n₁ and n₂ are the normalized main and shortcut.
+    Here g stands for `pool_grad`, the gradient with respect to the output of max pooling; n₁ and n₂ are the normalized
+    main and shortcut.
     """
     column, lane = chunk_columns(BC), tl.arange(0, BR)
     start, count = chunk_bounds(windows, chunk_size)
@@ -400,6 +406,7 @@ def residual_pool_backward(
     mean1, rstd1, w1, _ = load_norm_params(main_norm_params, channel, c)
     mean2, rstd2, w2, _ = load_norm_params(shortcut_norm_params, channel, c)
     mg = inverse_count * tl.load(sums + channel)[None, :]
+    # m(g·n₁) and m(g·n₂) times rstd, because they are multiplied by centered values instead of normalized values
     mgn1, mgn2 = (
         inverse_count * tl.load(sums + c + channel)[None, :] * rstd1,
         inverse_count * tl.load(sums + 2 * c + channel)[None, :] * rstd2,
@@ -426,6 +433,7 @@ def load_patches(x, row, rows, height, width, c, PATCH_SIZE: tl.constexpr):
     down, right = element // (3 * c) - 1, element // c % 3 - 1
     i, j = (row // width % height)[:, None], (row % width)[:, None]
     inside = (i + down >= 0) & (i + down < height) & (j + right >= 0) & (j + right < width)
+    # each of the three rows of a patch begins one pixel to the left of the center
     index = (row[:, None] + down * width - 1) * c + element % (3 * c)
     return tl.load(x + index, mask=inside & (element < 9 * c) & (row < rows)[:, None], other=0.0)
 

@@ -29,8 +29,8 @@ class Network(nn.Module):
     """A network that consists of a feature extractor φ_θ and a linear head.
 
     `features` must compute the features of each input independently of the other inputs of the batch, except in batch
-    norms. Otherwise the results depend on the mode of the `Engine`, because methods that adapt only the head may
-    compute the features of several tasks in one batch.
+    norms. Otherwise the results depend on the mode of the `Engine`, such as "loop" or "vectorized", because methods
+    that adapt only the head may compute the features of several tasks in one batch.
 
     Args:
         features: Module that maps n inputs to features of shape (n, dimension).
@@ -195,7 +195,7 @@ def update_buffers(net: Network, params: Params, x: Tensor) -> None:
 
 
 def _cast_params(features: nn.Module, params: Params, dtype: torch.dtype | None) -> Params:
-    if inside_transform() or not params:
+    if inside_transform() or not params:  # transforms such as `vmap` do not support `_Cast`
         # batch norms compute in float32 and do not need their parameters in low precision
         norm_paths = [path for path, layer in features.named_modules() if isinstance(layer, BatchNorm)]
         norm_params = {f"{path}.{name}" for path in norm_paths for name in ("weight", "bias")}
@@ -234,7 +234,10 @@ def apply_head(params: Params, features: Tensor) -> Tensor:
 
 
 def stores_build_arguments(build: Callable[P, Network]) -> Callable[P, Network]:
-    """Decorate a builder so that it stores its name and arguments in `recipe`, from which `build` rebuilds the net."""
+    """Decorate a builder so that it stores its name and arguments in the `recipe` of the network.
+
+    `models.build(**net.recipe)` builds the network again.
+    """
 
     @functools.wraps(build)
     def builder(*args: P.args, **options: P.kwargs) -> Network:

@@ -31,8 +31,8 @@ def resnet12(
 ) -> Network:
     """Build ResNet-12: four residual blocks of three 3×3 convolutions, global average pooling and a linear head.
 
-    DropBlock follows the last two blocks, with squares of 5×5 pixels for images of at least 64×64 pixels and of 2×2
-    pixels for smaller images. If `dropout` is not 0, dropout layers follow the other blocks; the public code of
+    DropBlock follows the last two blocks. It drops squares of 5×5 pixels if the images have at least 64×64 pixels, and
+    of 2×2 pixels otherwise. If `dropout` is not 0, dropout layers follow the other blocks; the public code of
     MetaOptNet and RFS uses dropout with rate 0.1, but their papers do not mention it.
 
     Args:
@@ -40,9 +40,9 @@ def resnet12(
         size: Height and width of the images in pixels, at least 16.
         outputs: Number of outputs of the head.
         widths: Number of output channels of each block.
-        drop_rate: Full rate of DropBlock, see `Drop`.
+        drop_rate: Fraction of the pixels that DropBlock drops, at the end of a schedule if there is one (see `Drop`).
         dropout: Probability of dropout after the other blocks.
-        unit_norm: Whether to scale the features to length 1, as in MTL (Wang et al. 2021, §5.2).
+        unit_norm: Whether to scale the features to length 1, as in multi-task learning (Wang et al. 2021, §5.2).
         statistics: Statistics of the batch norms, see `BatchNorm`.
         seed: Seed of the initial weights.
 
@@ -83,7 +83,7 @@ class DropBlock(Drop):
     The upper left corners of the squares are drawn at random so that about a fraction `rate` of each map is dropped.
 
     Args:
-        rate: The full rate, see `Drop`.
+        rate: The rate at the end of a schedule (see `Drop`), which is also the initial rate.
         size: Height and width of the squares in pixels. If a map is smaller, the squares are as large as fits into it.
 
     >>> DropBlock(0.5, 2).eval()(torch.ones(1, 1, 4, 4)).sum()
@@ -109,6 +109,7 @@ class DropBlock(Drop):
         size = min(self.size, height, width)
         corners = (height - size + 1) * (width - size + 1)
         corner_probability = self.rate * (height * width) / (size**2 * corners)
+        # one number for each possible upper left corner
         noise = torch.rand_like(x[..., size - 1 :, size - 1 :], dtype=torch.float32)
         if can_fuse(x, x.shape[1]):
             from metabridge.models import fused_layers
@@ -117,7 +118,8 @@ class DropBlock(Drop):
         else:
             dropped_corners = (noise < corner_probability).to(x.dtype)
             mask = 1 - F.max_pool2d(F.pad(dropped_corners, [size - 1] * 4), size, stride=1)
-        # rescale each image separately, so that no value depends on the other images of the batch
+        # rescale each image separately, so that no value depends on the other images of the batch; the minimum avoids a
+        # division by zero if all pixels are dropped
         kept_fraction = mask.mean((-3, -2, -1), keepdim=True).clamp_min(1 / mask[0].numel())
         return x * (mask / kept_fraction)
 

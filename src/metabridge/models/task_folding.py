@@ -21,7 +21,7 @@ from metabridge.models import triton_support
 
 ConvSettings = tuple[tuple[int, int], tuple[int, int], tuple[int, int]]  # stride, padding and dilation
 PoolSettings = tuple[Any, ...]  # kernel size, stride, padding, dilation and ceil mode
-POOL_2X2 = (2, 2), (2, 2), (0, 0), (1, 1), False
+POOL_2X2 = (2, 2), (2, 2), (0, 0), (1, 1), False  # the `PoolSettings` for which `fused_tasks` has kernels
 
 
 class Folding(TorchFunctionMode):
@@ -33,6 +33,7 @@ class Folding(TorchFunctionMode):
         is_batch = len(args) > 0 and isinstance(args[0], Tensor) and args[0].ndim == 4
         if func is torch.conv2d and is_batch:
             return _conv2d(*args, **kwargs)
+        # the seventh argument is return_indices, which `_max_pool2d` does not support
         if func is F.max_pool2d and is_batch and len(args) < 7 and not kwargs.get("return_indices"):
             return _max_pool2d(*args, **kwargs)
         return func(*args, **kwargs)
@@ -225,7 +226,10 @@ def _channels_last(value: Tensor) -> Tensor:
 
 
 def _padding_channels(value: Tensor, channels: int, groups: int) -> int:
-    """Return the number of zero channels that must be added to each group of `channels` channels."""
+    """Return the number of zero channels that must be added to each group of `channels` channels.
+
+    On a GPU, the channels of a group then fill a multiple of 16 bytes per pixel, as tensor cores need.
+    """
     return -channels % (16 // value.element_size()) if value.is_cuda and groups > 1 else 0
 
 

@@ -1,6 +1,7 @@
-"""Triton kernels of `fused_tasks`, with the names and layouts of `fused_triton_kernels`.
+"""Triton kernels of `fused_tasks`; for rows, columns, tiles, chunks and `rstd`, see `fused_triton_kernels`.
 
-The columns of a matrix are the channels of all tasks.
+The columns of a matrix are the channels of all tasks. In kernels for 2×2 windows, `windows` is their number, each row
+represents a window, and `max_k` from 0 to 3 is the position of the maximum in its window.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-decorators, allow-incomplete-defs
@@ -29,7 +30,11 @@ if AVAILABLE:
 def norm_double_sums(
     g, x, u, mean, rstd, chunk_sums, rows, chunk_size, c, BR: tl.constexpr, BC: tl.constexpr, STAGES: tl.constexpr
 ):
-    """Sum g, u, g·n, u·n and g·u over a chunk, where n is the normalized x."""
+    """Sum g, u, g·n, u·n and g·u over a chunk, for the formulas of `batch_norm._double_backward`.
+
+    n is the normalized x, g a gradient with respect to y = BatchNorm(x), and u a gradient with respect to the resulting
+    gradient of x.
+    """
     column, lane = chunk_columns(BC), tl.arange(0, BR)
     start, count = chunk_bounds(rows, chunk_size)
     base = start.to(tl.int64) * c
@@ -129,13 +134,16 @@ def max_pool_2x2(x, y, indices, windows, height, width, c, BR: tl.constexpr, BC:
 
 @jit
 def max_unpool_2x2(values, indices, x, windows, height, width, c, BR: tl.constexpr, BC: tl.constexpr):
-    """Store the value of each window at its maximum in x, and 0 at all other pixels, including those in no window."""
+    """Store in x the value of each window at the position of its maximum, and 0 at all other pixels.
+
+    These include the pixels in no window.
+    """
     row, column = tile_indices(c, BR, BC)
     window, column = row[:, None], column[None, :]
     i, j, is_full, out_index, corner = covering_window(window, windows, height, width)
     index = out_index * c + column
     value = tl.load(values + index, mask=is_full, other=0.0)
-    max_k = tl.load(indices + index, mask=is_full, other=4).to(tl.int32)
+    max_k = tl.load(indices + index, mask=is_full, other=4).to(tl.int32)  # 4: no pixel
     corner = corner * c + column
     for k in tl.static_range(4):
         inside = pixel_exists(window, windows, i, j, height, width, k)

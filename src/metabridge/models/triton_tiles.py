@@ -1,6 +1,7 @@
 """Tile sizes and launch grids of the Triton kernels, and the statistics and sums that several layers need.
 
-A kernel treats a channels-last tensor (n, channels, height, width) as a matrix (n · height · width, channels).
+A kernel treats a channels-last tensor (n, channels, height, width) as a matrix (n · height · width, channels). Each
+Triton program processes one rectangular part of the matrix, a tile, or several tiles one after the other.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from torch import Tensor
 from metabridge.models import fused_triton_kernels as kernels
 
 # the fastest of the values tried on an H200, which has 132 multiprocessors
-TILE_ELEMENTS = 2048
-WINDOW_TILE_ELEMENTS = 1024  # for tiles whose rows are windows
-STAGES = 4  # pipeline stages of a loop that sums over rows
-SUM_PROGRAMS = 528  # number of programs that share a sum over all rows
+TILE_ELEMENTS = 2048  # rows × columns of a tile
+WINDOW_TILE_ELEMENTS = 1024  # the same in kernels that process pooling or convolution windows instead of single pixels
+STAGES = 4  # Triton's `num_stages` of loops that sum over rows
+SUM_PROGRAMS = 528  # number of programs among which a sum over all rows is divided
 
 
 def channels_last(x: Tensor) -> Tensor:
@@ -22,7 +23,7 @@ def channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def empty_map(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def empty_channels_last(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return an uninitialized tensor in channels-last format."""
     return torch.empty(shape, dtype=dtype, device=device, memory_format=torch.channels_last)
 
@@ -34,7 +35,7 @@ def matrix_shape(x: Tensor) -> tuple[int, int]:
 
 def tile_shape(channels: int, elements: int = TILE_ELEMENTS) -> dict[str, int]:
     """Return the number of rows (BR) and columns (BC) of a tile, where BC divides the number of channels."""
-    columns = min(64, channels & -channels)
+    columns = min(64, channels & -channels)  # channels & -channels is the largest power of two that divides channels
     return {"BR": elements // columns, "BC": columns}
 
 

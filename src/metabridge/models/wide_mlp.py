@@ -1,4 +1,7 @@
-"""Wide networks in the neural tangent kernel (NTK) parameterization, whose training infinite-width kernels predict."""
+"""Wide networks in the neural tangent kernel (NTK) parameterization.
+
+The kernels of infinitely wide networks predict how these networks train.
+"""
 
 from __future__ import annotations
 
@@ -70,8 +73,8 @@ def wide(
 class _NtkLinear(nn.Module):
     """A linear layer in the NTK parameterization.
 
-    It scales the inputs of an `nn.Linear` instead of the weight, because the empirical kernel of an `nn.Linear` needs
-    no explicit gradients.
+    It scales the inputs of an `nn.Linear` instead of the weight, because `EmpiricalKernel` computes the kernel of an
+    `nn.Linear` without explicit per-sample gradients.
     """
 
     def __init__(self, in_features: int, out_features: int, weight_variance: float, bias_variance: float) -> None:

@@ -305,9 +305,9 @@ def _find_architecture(
 
     all_operators = ActiveOperators.full(config.operators)
     with progress_bar(progress) as bar:
-        task = bar.add_task("search", total=count_evaluations(all_operators, config.repeats), status="")
+        bar_id = bar.add_task("search", total=count_evaluations(all_operators, config.repeats), status="")
         search_log.on_score = lambda round_index, count: bar.update(
-            task, completed=count, status=f"round {round_index + 1}"
+            bar_id, completed=count, status=f"round {round_index + 1}"
         )
         return prune(all_operators, score_until_deadline, repeats=config.repeats, search_log=search_log)
 
@@ -354,6 +354,7 @@ class ProxyEvaluator:
             )
         self.config, self.images, self.device, self.implementation = config, images, device, implementation
         self.environment = images.tasks("train", ways=config.ways, shots=config.shots, queries=config.queries)
+        # Fail now if the supernet is too large. On the device "meta", building it takes no memory.
         with SizeLimit(tensors=2**15), torch.device("meta"):
             self._supernet(ActiveOperators.full(config.operators), 0)
 
@@ -375,6 +376,7 @@ class ProxyEvaluator:
                 for (removal, condition), (_, regions) in zip(condition_numbers(removals), counter.scores(removals)):
                     yield removal, CandidateScores(condition, regions)
 
+            # On a CPU, each thread scores some of the removals.
             yield from score(removals) if self.device != "cpu" else stream_over_threads(score, removals)
 
     def _supernet(self, active: ActiveOperators, seed: int) -> Network:
@@ -463,6 +465,7 @@ def score_architecture(
     1
     """
     evaluator, active = ProxyEvaluator(config, images.to(device), device), architecture.active_operators
+    # The removal None stands for the network from which nothing is removed.
     return tuple(scores for repeat in range(config.repeats) for _, scores in evaluator(0, repeat, active, [None]))
 
 
@@ -472,8 +475,8 @@ def score_model(
     """Compute the proxy of an untrained model: the condition number of a kernel, or its number of linear regions.
 
     An architecture is scored as in a search. Other models are scored with group norms instead of batch norms, and their
-    linear regions are counted with whole images as inputs instead of patches. In most models every image is in a
-    different region, which says nothing about the model and is reported as a failure.
+    linear regions are counted with whole images as inputs instead of patches. In most of these models, every image is
+    in a different region; the count then says nothing about the model, and is reported as a failure.
 
     Args:
         model: Path of an `architecture.json`, or a model name that `metabridge.models.build` accepts.
@@ -502,8 +505,8 @@ def score_model(
             seed = config.seed * 1000 + repeat
             generator = torch.Generator().manual_seed(seed)
             tasks = environment.sample(config.tasks, generator).to(device)
-            training = ImageTrainingConfig("mtl", model=model, ways=config.ways, seed=seed)
-            net = with_group_norm(network_of(training, images)).to(device).eval()
+            training_config = ImageTrainingConfig("mtl", model=model, ways=config.ways, seed=seed)  # any method will do
+            net = with_group_norm(network_of(training_config, images)).to(device).eval()
             if config.condition_number is not None:
                 scores.append(config.condition_number(net, tasks))
                 continue

@@ -17,12 +17,12 @@ from typing import Any, Generic, Protocol, TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from metabridge.models.architecture import CELLS, EDGES, NODES, ActiveOperators, EdgeOperator, edges_of
+from metabridge.models.architecture import CELLS, EDGES, NODES, ActiveOperators, EdgeOperator, edges_into
 from metabridge.models.cells import Cells
 
 
 class LayerResult(Protocol):
-    """The result of running some layers: their output, and anything else that the runner records."""
+    """The result of running some layers: their output, and whatever else the `LayerRunner` that ran them recorded."""
 
     @property
     def output(self) -> Tensor:
@@ -167,7 +167,7 @@ class _CachedCell(Generic[S]):
             source_outputs.append(preprocessed.output)
         for node in range(NODES):
             results = []
-            for edge in edges_of(node):
+            for edge in edges_into(node):
                 for name, (first_step, remaining_runner) in self._operators[edge].items():
                     if name in getattr(active, self._cell_kind)[edge]:
                         source, first_layer = first_step
@@ -176,7 +176,7 @@ class _CachedCell(Generic[S]):
                         results.append((first_step, cache(remaining_runner, first_result.output)))
             trace.operators.append(results)
             source_outputs.append(cache(_add, *(result.output for _, result in results)))
-        return trace, cache(_concatenate, *source_outputs[2:])
+        return trace, cache(_concatenate, *source_outputs[2:])  # the nodes, without the two inputs
 
 
 def _layers(module: nn.Module) -> list[nn.Module]:

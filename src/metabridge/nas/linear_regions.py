@@ -36,8 +36,8 @@ CANDIDATES_PER_PASS = 64  # on a GPU
 class _OutputWithSigns(NamedTuple):
     """The output of some layers, and the weighted sum of the signs of their ReLU inputs for each sample of the batch.
 
-    `sign_sum` is None if the layers have no ReLU. `is_active` tells for which samples the layers are active, with None
-    for all samples.
+    `sign_sum` is None if the layers have no ReLU. `is_active` tells for which samples the layers are part of the
+    network; None stands for all samples.
     """
 
     output: Tensor
@@ -70,7 +70,7 @@ class LinearRegionCounter:
         self.active, self._patches = active, patches
         self._candidates_per_pass = candidates_per_pass or (CANDIDATES_PER_PASS if patches.is_cuda else 1)
         self._generator = torch.Generator(patches.device).manual_seed(seed)
-        self._is_active: dict[EdgeOperator, Tensor] = {}
+        self._is_active: dict[EdgeOperator, Tensor] = {}  # whether each sample is of a copy that has the operator
         net = thin_supernet(active, seed, len(patches)).to(patches.device)
         self._forward = CachedForward(cast(Cells, net.features), self._make_runner, self._mask_output)
         self._supernet_cache = ForwardCache()
@@ -144,7 +144,7 @@ def _count_regions(trace: ForwardTrace[_OutputWithSigns], copies: int) -> list[P
 
 
 def _total_sign_sums(trace: ForwardTrace[_OutputWithSigns]) -> Tensor:
-    """Return the total of the sign sums of all ReLUs, in which a ReLU counts only for samples where it is active."""
+    """Return the total of the sign sums of all ReLUs for each sample, without the ReLUs removed from its network."""
     results = {id(result): (result.sign_sum, result.is_active) for result in trace.results}
     for cell in trace.cells:
         consumers: dict[FirstStep[_OutputWithSigns], list[_OutputWithSigns]] = {}

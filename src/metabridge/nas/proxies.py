@@ -86,8 +86,9 @@ class ConditionNumber:
     The kernel is computed at the current parameters of the network, from gradients of its summed outputs.
 
     Args:
-        kernel: "maml" or "anil" for the MetaNTK between the queries of all tasks (Wang et al. 2022, eq. 106 and 112),
-            "ntk" for the NTK of all images as in TE-NAS.
+        kernel: "maml" or "anil" for the MetaNTK between the queries of all tasks, the NTK of a network that first
+            adapts to each task's support set (Wang et al. 2022, eq. 106 and 112); "ntk" for the NTK of all images,
+            without adaptation, as in TE-NAS.
         time: Adaptation time λτ of the MetaNTK (learning rate times number of steps), or inf for convergence.
         ridge: Number added to the diagonal of the kernel matrices that the MetaNTK inverts.
 
@@ -171,9 +172,10 @@ class ConditionNumber:
             return ProxyScore(math.inf, str(error))
 
     def _meta_ntk_score(self, kernel: _PrecomputedKernel, indices: Tensor, queries: int, eps: float) -> ProxyScore:
-        """Return the condition number of Φ = RΘRᵀ, where R is the `query_residual_operator`.
+        """Return the condition number of the MetaNTK Φ = RΘRᵀ.
 
-        Rounding of Θ changes Φ by up to eps σ_max(Θ) ‖R‖², however small Φ is.
+        For each task, R = `query_residual_operator` maps the residuals of its images before adaptation to those of its
+        queries after adaptation. Rounding of Θ changes Φ by up to eps σ_max(Θ) ‖R‖², however small Φ is.
         """
         query_support = indices[:, :queries], indices[:, queries:]
         operator = query_residual_operator(

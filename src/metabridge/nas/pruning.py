@@ -87,7 +87,7 @@ def count_evaluations(active: ActiveOperators, repeats: int) -> int:
     1533
     """
     counts = [len(group) for group in _group_by_edge(list(active))]
-    networks_per_round = [
+    networks_per_round = [  # the network with all operators, and one without each removable operator
         1 + sum(count - round_index for count in counts if count - round_index > 1)
         for round_index in range(max(counts) - 1)
     ]
@@ -110,7 +110,7 @@ def importance_ranks(scores: ScoresByRemoval) -> dict[EdgeOperator, int]:
     """
     operators = [removal for removal in scores if removal is not None]
     ranks = dict.fromkeys(operators, 0)
-    for proxy, sign in (("condition", 1), ("regions", -1)):
+    for proxy, sign in (("condition", 1), ("regions", -1)):  # rank 0: the highest ΔC, but the lowest ΔR
         decreases = {operator: _relative_decrease(scores, operator, proxy) for operator in operators}
         values = sorted({-sign * decrease.value for decrease in decreases.values() if decrease.failure is None})
         rank_of = {value: rank for rank, value in enumerate(values)}

@@ -42,8 +42,8 @@ class _GramSum:
     """The sum of J_l J_lᵀ over layers, separately for each group of samples: (groups, samples, samples).
 
     Gradients are collected until there are `entries_per_product` entries per sample, and then multiplied in one
-    product. If it is None, the gradients of each layer are multiplied immediately. The products are added to
-    `initial_sum` in place.
+    product. If `entries_per_product` is None, the gradients of each layer are multiplied immediately. The products are
+    added to `initial_sum` in place.
     """
 
     def __init__(self, initial_sum: Tensor, entries_per_product: int | None) -> None:
@@ -75,7 +75,7 @@ class _GramSum:
 
 
 class _OutputAndVjp(NamedTuple):
-    """The output of some layers and their backward pass.
+    """The output of some layers and their backward pass, which computes a vector-Jacobian product (VJP).
 
     `backward(grad, theta)` returns the gradient at the input for the gradient `grad` at the output, and adds the terms
     of the layers to Θ.
@@ -172,6 +172,7 @@ class CandidateKernels:
         entries_per_product = None if self._one_by_one else GRADIENT_ENTRIES_PER_PRODUCT
         theta = _GramSum(x.new_zeros(len(x), x.shape[1], x.shape[1]), entries_per_product)
         maps = trace.end.output
+        # The gradient of the summed outputs at the feature maps, through the head and the global average pooling.
         grad = (self._head.weight.sum(0) / maps[0, 0].numel()).view(-1, 1, 1).expand_as(maps)
         grads: dict[int, Tensor] = {}  # gradients at the cell outputs, by cell index; index -1 is the stem
         _accumulate(grads, len(trace.cells) - 1, trace.end.backward(grad, theta))
@@ -181,6 +182,7 @@ class CandidateKernels:
             _accumulate(grads, index - 1, source_grads[1])
         trace.stem.backward(grads[-1], theta)
         features = maps.mean((-2, -1)).unflatten(0, x.shape[:2])
+        # The term of the head in Θ: for each output, the gradient of its weight is the features, and of its bias is 1.
         nngp = self._head.out_features * (features @ features.mT + (self._head.bias is not None))
         return theta.total() + nngp, nngp
 
@@ -214,9 +216,9 @@ def _accumulate(grads: dict[Any, Tensor], key: object, grad: Tensor) -> None:
 
 def _cell_backward(trace: CellTrace[_OutputAndVjp], grad: Tensor, theta: _GramSum) -> list[Tensor]:
     """Return the gradients at the two inputs of a cell, which are its sources 0 and 1."""
-    first_grads: dict[FirstStep[_OutputAndVjp], Tensor] = {}
+    first_grads: dict[FirstStep[_OutputAndVjp], Tensor] = {}  # gradients at the outputs of the shared first steps
     input_grads = []
-    node_grads = grad.chunk(len(trace.operators), 1)
+    node_grads = grad.chunk(len(trace.operators), 1)  # the output of the cell is the concatenation of its nodes
     for source in reversed(range(2 + len(node_grads))):
         terms = [
             trace.first_steps[first_step].backward(first_grads[first_step], theta)

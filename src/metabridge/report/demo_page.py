@@ -34,7 +34,7 @@ def write(
         folder: Folder for the files.
         result: The result of the comparison.
         runs: The trained model of each method.
-        scores: The scores of each method, by the kind of test, such as "test tasks" or "untrained".
+        scores: The scores of each method, by the name of the test, such as "test tasks" or "untrained".
         test_tasks: The environment of the test tasks, some of which are shown.
 
     Returns:

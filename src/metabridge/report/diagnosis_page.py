@@ -82,8 +82,8 @@ def gains(diagnosis: Diagnosis, theme: Theme = LIGHT) -> Figure:
     """
     drawn_costs: dict[str, float] = {}
     for cost in diagnosis.costs:
-        similar = sum(abs(other / cost.training_gradients - 1) < 0.3 for other in drawn_costs.values())
-        drawn_costs[cost.method] = cost.training_gradients * COST_OFFSET**similar
+        similar_count = sum(abs(other / cost.training_gradients - 1) < 0.3 for other in drawn_costs.values())
+        drawn_costs[cost.method] = cost.training_gradients * COST_OFFSET**similar_count
     styles = dict(zip(drawn_costs, zip(COLORS, MARKERS)))
     predictions = {prediction.method: prediction for prediction in diagnosis.kernel_predictions}
     gain = diagnosis.relative_gain

@@ -50,7 +50,7 @@ def plain_numbers(axis: Axis) -> None:
 
 
 def learning_curves(runs: Mapping[str, Run], x_axis: Literal["iterations", "seconds"], theme: Theme = LIGHT) -> Figure:
-    """Draw validation accuracies with their 95 % intervals as functions of iterations or seconds of training."""
+    """Draw validation accuracies with their 95 % confidence intervals by iterations or seconds of training."""
     with theme.context():
         figure = Figure(figsize=(4.8, 4), layout="constrained")
         axes = figure.subplots()
@@ -69,14 +69,22 @@ def learning_curves(runs: Mapping[str, Run], x_axis: Literal["iterations", "seco
 
 
 def accuracies(scores: Mapping[str, Mapping[str, Score]], theme: Theme = LIGHT) -> Figure:
-    """Draw accuracies with their 95 % intervals, one row per method and one marker per kind of test."""
+    """Draw accuracies with their 95 % confidence intervals.
+
+    Args:
+        scores: The scores of each method, by the name of the test, such as "test tasks" or "untrained". There is one
+            row per method and one marker per test.
+        theme: Colors of the figure.
+    """
     with theme.context():
         figure = Figure(figsize=(5.6, 1.6 + 0.6 * len(scores)), layout="constrained")
         axes = figure.subplots()
-        tests = list(next(iter(scores.values())))
-        draw_intervals(
-            axes, {test: {name: percent_interval(by_test[test]) for name, by_test in scores.items()} for test in tests}
-        )
+        test_names = list(next(iter(scores.values())))
+        intervals = {
+            test: {method: percent_interval(method_scores[test]) for method, method_scores in scores.items()}
+            for test in test_names
+        }
+        draw_intervals(axes, intervals)
         axes.tick_params(axis="y", labelsize=11)
         axes.set(xlabel="accuracy, %")
         figure.legend(loc="outside upper center", ncols=2)
@@ -86,7 +94,7 @@ def accuracies(scores: Mapping[str, Mapping[str, Score]], theme: Theme = LIGHT) 
 def draw_intervals(
     axes: Axes, series: Mapping[str, Mapping[str, Interval]], rows: Sequence[str] | None = None, spacing: float = 0.16
 ) -> None:
-    """Draw values with their 95 % intervals, one row of the panel per name and one marker per series.
+    """Draw values with their 95 % confidence intervals, one row of the panel per name and one marker per series.
 
     Args:
         axes: The panel.
@@ -97,7 +105,7 @@ def draw_intervals(
     if rows is None:
         rows = list(dict.fromkeys(name for intervals in series.values() for name in intervals))
     for index, ((label, intervals), marker, color) in enumerate(zip(series.items(), MARKERS, COLORS)):
-        shift = spacing * (index - (len(series) - 1) / 2)  # so that intervals do not cover each other
+        shift = spacing * (index - (len(series) - 1) / 2)  # so that intervals do not overlap
         values = [interval.value for interval in intervals.values()]
         below = [interval.value - interval.low for interval in intervals.values()]
         above = [interval.high - interval.value for interval in intervals.values()]
@@ -109,10 +117,10 @@ def draw_intervals(
 
 
 def percent_interval(score: Score) -> Interval:
-    """Return the mean accuracy with its 95 % interval, in percent."""
+    """Return the mean accuracy with its 95 % confidence interval, in percent."""
     return Interval.symmetric(100 * score.mean, 100 * score.ci95)
 
 
 def _percent(scores: Sequence[Score]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the means and the half-widths of their 95 % intervals, in percent."""
+    """Return the means and the half-widths of their 95 % confidence intervals, in percent."""
     return 100 * np.array([score.mean for score in scores]), 100 * np.array([score.ci95 for score in scores])

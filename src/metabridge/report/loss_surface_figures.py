@@ -41,9 +41,9 @@ def draw_loss_surface(
     """
     low = max(losses.min().item(), 1e-4 * losses.max().item())  # 0 has no logarithm
     levels = np.geomspace(low * (1 - 1e-9), losses.max().item() * (1 + 1e-9), 16)
-    axis, values = np.linspace(-extent, extent, len(losses)), losses.mT.clamp_min(low).numpy()
-    filled = axes.contourf(axis, axis, values, levels, cmap="viridis", norm=LogNorm(levels[0], levels[-1]))
-    axes.contour(axis, axis, values, levels[1:-1], colors="white", linewidths=0.3, alpha=0.6)
+    grid, values = np.linspace(-extent, extent, len(losses)), losses.mT.clamp_min(low).numpy()
+    filled = axes.contourf(grid, grid, values, levels, cmap="viridis", norm=LogNorm(levels[0], levels[-1]))
+    axes.contour(grid, grid, values, levels[1:-1], colors="white", linewidths=0.3, alpha=0.6)
     bar = axes.figure.colorbar(filled, ax=axes, shrink=0.82, pad=0.03, ticks=levels[::5])
     bar.ax.yaxis.set_major_formatter(FuncFormatter(lambda level, _: f"{level:.2g}"))
     bar.ax.minorticks_off()

@@ -136,7 +136,7 @@ def plot_before_and_after(axes: Axes, groups: Mapping[str, Mapping[str, Sequence
     """Plot values before (○) and after (●) a change, joined by a line for each run.
 
     `groups` maps the name of a group to its quantities, and the label of a quantity to the pairs (before, after) of all
-    runs. Each group has a position on the x axis, and each quantity a color.
+    runs. Each group has a position on the x axis, and each of at most four quantities a color.
     """
     for position, quantities in enumerate(groups.values()):
         for index, (label, pairs) in enumerate(quantities.items()):
@@ -157,6 +157,7 @@ def draw_power_laws(axes: Axes, points_by_label: Mapping[str, ValuesBySize]) -> 
         axes.plot(xs, ys, marker, color=color, markersize=4, alpha=0.6)
         fitted = [law(width) for width in widths]
         axes.plot(widths, fitted, color=color, label=f"{label}, exponent {format_exponent(law)}")
+    # a line for comparison, which starts where the last power law does
     inverse_root = [fitted[0] * (width / widths[0]) ** -0.5 for width in widths]
     axes.plot(widths, inverse_root, "--", color="gray", label="proportional to width$^{-1/2}$")
     axes.set(xscale="log", yscale="log", xlabel="width")
@@ -234,11 +235,12 @@ def _set_ratio_ticks(axis: Axis, limit: float) -> None:
 
 
 def draw_rank_agreement(axes: Axes, series: Mapping[str, Mapping[str, tuple[float, str]]]) -> None:
-    """Draw Kendall's τ of predicted and measured orders, one row of the panel per name and one marker per series.
+    """Draw Kendall's τ of predicted and measured rankings, one row of the panel per name and one marker per series.
 
     Args:
         axes: The panel.
-        series: For each label in the legend, τ and a text for the right margin, by the name of the row.
+        series: For each label in the legend, τ and a text for the right margin, by the name of the row; at most two
+            labels.
     """
     rows = list(dict.fromkeys(name for agreement in series.values() for name in agreement))
     for (label, agreement), color, marker, shift in zip(series.items(), COLORS[2:], "sv", (-0.16, 0.16)):

@@ -80,7 +80,7 @@ class Row:
     def share(
         cls, name: str, metric: str, is_true: Sequence[bool], *, agrees: bool | None = None, note: str = ""
     ) -> Row:
-        """Return the row of the percentage of true values.
+        """Return the row of the percentage of entries of `is_true` that are true.
 
         >>> Row.share("large intervals", "problems %", [True, False, True, True]).ours
         75.0
@@ -120,7 +120,8 @@ class Machine:
 class Result:
     """The rows of one experiment, and the settings and the machine with which they were computed.
 
-    The field names are the keys of `results/*.json`. `scale` is "quick" or "paper".
+    The field names are the keys of `results/*.json`. `id` is the name of the experiment, `scale` is "quick" or "paper",
+    and `environment` is the machine.
     """
 
     id: str

@@ -23,8 +23,9 @@ class GradientDescent(IterativeSolver):
         lr: The step size, or step sizes by prefix of the parameter names, such as `{"features": 0.01, "head": 0.1}`. A
             prefix ends before a dot or at the end of the name. The longest matching prefix applies, and adapting raises
             an `InputError` if there is none.
-        rates: "fixed" keeps the step sizes constant. "per-tensor" and "per-element" (Meta-SGD) meta-learn them,
-            starting from `lr`, as the parameters `rates.NAME`.
+        rates: "fixed" keeps the step sizes constant. "per-tensor" and "per-element" (Meta-SGD) meta-learn one for each
+            parameter tensor or for each of its elements, starting from `lr`. The step sizes of the parameter NAME are
+            the parameter `rates.NAME`.
 
     Raises:
         InputError: If `steps` is not an integer or is negative, a step size is not positive, or `rates` is unknown.
@@ -71,7 +72,7 @@ class GradientDescent(IterativeSolver):
         }
 
     def _initial_rate(self, name: str) -> float:
-        """Return the step size in `lr` of a parameter."""
+        """Return the step size that `lr` gives the parameter with this name."""
         if not isinstance(self.lr, Mapping):
             return self.lr
         matches = [prefix for prefix in self.lr if name == prefix or name.startswith(prefix + ".")]

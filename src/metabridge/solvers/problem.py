@@ -72,7 +72,7 @@ class Problem:
         return self.loss(self.apply(params, self.x), self.y)
 
     def detached(self) -> Problem:
-        """Return the same problem with detached inputs."""
+        """Return the same problem with detached `x`: no gradient flows to the layers that compute it."""
         return Problem(self.apply, self.loss, self.x.detach(), self.y)
 
     def grad(self, params: Params, *, exact: bool) -> Params:
@@ -80,7 +80,8 @@ class Problem:
 
         Args:
             params: The parameters at which to compute the gradient.
-            exact: Whether the gradient can be differentiated; if false, it is a constant.
+            exact: Whether the gradient can itself be differentiated, for second derivatives. If false, it is a constant
+                with the same value.
 
         Returns:
             The gradient by parameter name.

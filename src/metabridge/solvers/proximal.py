@@ -57,7 +57,7 @@ class Proximal(IterativeSolver):
 
     @property
     def displacement_weight(self) -> float:
-        """The weight λ, since λ(θ − θ') is the gradient of the Moreau envelope."""
+        """The weight λ: λ(θ − θ') is the gradient of the minimum over θ' of the objective, as a function of θ."""
         return self.strength
 
     @property

@@ -23,7 +23,7 @@ class RidgeSolver(Solver):
     `solver.log_penalty` and `solver.log_scale`.
 
     Args:
-        penalty: The initial penalty λ of ‖XWᵀ − Y‖² + λ‖W‖².
+        penalty: The initial penalty λ of ‖XWᵀ − Y‖² + λ‖W‖², with support features X, targets Y and weight W.
         scale: The initial factor by which the outputs are multiplied if targets are class labels.
 
     Raises:
@@ -49,7 +49,7 @@ class RidgeSolver(Solver):
 
     def solver_params(self, adapted: Params) -> Params:
         """Return the initial logarithms of penalty and scale; see `Solver.solver_params`."""
-        scalar = adapted["head.weight"].sum()
+        scalar = adapted["head.weight"].sum()  # only its shape, dtype and device are used
         return {
             "solver.log_penalty": torch.full_like(scalar, math.log(self.penalty)),
             "solver.log_scale": torch.full_like(scalar, math.log(self.scale)),

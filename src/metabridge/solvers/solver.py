@@ -34,7 +34,7 @@ class Solver(Registered, ABC, root=True):
     of one task; an `Engine` applies it to many tasks in a loop, in threads or under `vmap`.
 
     Attributes:
-        outer_rules: The names in `OUTER_RULES` of the outer gradients that the solver supports.
+        outer_rules: The names in `learners.OUTER_RULES` of the outer gradients that the solver supports.
         solves_exactly: Whether it computes the optimal linear head without an initial head or a step size.
         needs_labels: Whether targets must be class labels.
         rates: Whether step sizes are "fixed", or meta-learned "per-tensor" or "per-element".
@@ -83,8 +83,9 @@ class Solver(Registered, ABC, root=True):
             problem: The inner problem of one task.
             start: The initial parameters.
             solver_params: The solver's learned parameters, with the names that the method `solver_params` returns.
-            exact: Whether the result can be differentiated through the solve. If false, gradients of the support loss
-                are constants.
+            exact: Whether the result can be differentiated through the solve. If false, its value is the same, but
+                derivatives treat gradients of the support loss, or the support features of a solver that solves
+                exactly, as constants.
 
         Returns:
             The adapted parameters by name.

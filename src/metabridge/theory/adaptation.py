@@ -1,7 +1,8 @@
 """Estimates of a new task's parameters by a linear network, and their risks (Yüksel et al. 2023, §3.1, §5, app. F).
 
-The network is x ↦ ⟨Bw, x⟩, and a task has the parameters θ. The risk of an estimate θ̂ is ½E‖θ̂ − θ‖², the expectation
-over tasks, points x ~ N(0, I) and noise. It is the expected loss without ½σ², the part due to noise.
+The network is x ↦ ⟨Bw, x⟩ with k' hidden units. A task has targets y = ⟨θ, x⟩ + z with its parameters θ, points
+x ~ N(0, I) and noise z of variance σ². The risk of an estimate θ̂ is ½E‖θ̂ − θ‖², the expectation over tasks, points and
+noise. It is the expected loss without ½σ², the part due to noise.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from metabridge.theory.anil import AnilSettings, TaskMoments, limiting_gram
 
 def one_step_estimate(B: Tensor, w: Tensor, x: Tensor, y: Tensor, alpha: float) -> Tensor:
     """Return θ̂ = B(w − α∇ℓ(w)), the estimate after one step of gradient descent (Yüksel et al. 2023, eq. 11).
+
+    The loss ℓ(w) is ½‖XBw − y‖²/m for the m points X of a task.
 
     Args:
         B: Representation, (d, k').
@@ -95,13 +98,13 @@ def one_step_risk(B: Tensor, w: Tensor, tasks: TaskMoments, alpha: float, points
 
 
 def minimum_risk(tasks: TaskMoments, points: float) -> Tensor:
-    """Return the minimum of `one_step_risk` over all B, w and α, which ANIL attains in the limit.
+    """Return the minimum of `one_step_risk` over all B, w and α, which ANIL attains in the limit of training.
 
     With C as in `one_step_risk`, the risk is convex in P = BBᵀ. It is minimal at
     P = (1/α)((1 + 1/m)C + (tr C + σ²)/m I)⁻¹C, where it is the sum of ½(c − c²/((1 + 1/m)c + (tr C + σ²)/m)) over the
     eigenvalues c of C. This sum is smallest if C is smallest, which is at Bw = E[θ], where C is the covariance of θ.
-    Yüksel et al. 2023, app. F, derive the same result. ANIL attains it in the limit of their theorem 1; see
-    `limiting_gram`.
+    Yüksel et al. 2023, app. F, derive the same result. ANIL attains it at the limit of their theorem 1, where
+    `limiting_gram` gives B*ᵀBBᵀB*.
 
     Args:
         tasks: Moments of the tasks.
@@ -168,7 +171,9 @@ def ridge_risks(B: Tensor, tasks: TaskMoments, x: Tensor, penalties: Tensor) -> 
 def selected_ridge_risk(
     B: Tensor, tasks: TaskMoments, points: int, penalties: Tensor, *, designs: int, generator: torch.Generator
 ) -> float:
-    """Return the risk of `ridge_estimate` with the best penalty, which is selected on other random points.
+    """Return the risk of `ridge_estimate` with the best penalty.
+
+    The best penalty has the smallest risk on random design matrices; the returned risk is that on other ones.
 
     Args:
         B: Representation, (d, k').
@@ -197,13 +202,13 @@ def selected_ridge_risk(
 def error_bound(norm: Tensor, covariance: Tensor, noise: float, settings: AnilSettings, points: int) -> Tensor:
     """Return the bound on ‖θ̂ − θ‖ after one step from ANIL's limit, `limiting_gram` (Yüksel et al. 2023, prop. 1).
 
-    Up to a universal constant, which is left out, the bound for a task with solution w* is
+    Up to a universal constant, which is left out, the bound for a task with parameters θ = B*w* is
     (1 + σ̄²/λ_min(Σ*))/m_in ‖w*‖ + (‖w*‖ + σ)√(k/m_test) with σ̄² = tr Σ* + σ². It holds with probability at least
-    1 − 4e^{−k/2}, which is not positive for k < 3.
+    1 − 4e^{−k/2}, which is not positive for k < 3. k is the number of columns of the true representation B*.
 
     Args:
         norm: ‖w*‖ of the tasks.
-        covariance: Covariance Σ* of the tasks, (k, k).
+        covariance: Covariance Σ* of w*, (k, k).
         noise: Variance σ² of the noise.
         settings: Settings of ANIL.
         points: Number of points m_test of a test task, at least k.

@@ -2,8 +2,9 @@
 
 Tasks are y = ⟨θ, x⟩ + z with x ~ N(0, I_d) and z of variance σ². In the limit they enter only through the moments of θ.
 The parameters are θ = B*w* with the true representation B* (d, k), whose columns are orthonormal, and w* of covariance
-Σ*. B*⊥ is an orthonormal basis of the orthogonal complement. m is the number of points in the inner loop, `m_in`.
-Functions of B (..., d, k') and w (..., k') accept leading axes, to compute several runs at once.
+Σ*. B*⊥ is an orthonormal basis of the orthogonal complement. m is the number of points in the inner loop, `m_in`, and
+k' the width of the hidden layer. Functions of B (..., d, k') and w (..., k') accept leading axes, to compute several
+runs at once.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ def initial_parameters(dimension: int, width: int, alpha: float, generator: torc
 def adapted_head_moments(B: Tensor, w: Tensor, tasks: TaskMoments, settings: AnilSettings) -> tuple[Tensor, Tensor]:
     """Return E[wᵢ] and E[wᵢwᵢᵀ] of the heads after the inner step (Yüksel et al. 2023, eq. 7, lemma 15).
 
-    The expectations are over tasks and their points. wᵢ = w − αBᵀ(Se − Xᵀz/m) with e = Bw − θ and S = XᵀX/m. For a
+    The expectations are over tasks and their m points X. wᵢ = w − αBᵀ(Se − Xᵀz/m) with e = Bw − θ and S = XᵀX/m. For a
     symmetric matrix A, E[SAS] = A + (A + tr(A) I)/m. Unlike the published formula, the result also holds if E[θ] is not
     0.
 
@@ -203,7 +204,8 @@ def adapted_head_moments(B: Tensor, w: Tensor, tasks: TaskMoments, settings: Ani
 def population_step(B: Tensor, w: Tensor, tasks: TaskMoments, settings: AnilSettings) -> tuple[Tensor, Tensor]:
     """Take one outer step of first-order ANIL on infinitely many tasks (Yüksel et al. 2023, eq. 5–7).
 
-    With m_in = ∞ and `TaskMoments.from_tasks`, it is a step on these finitely many tasks, with infinitely many points.
+    If `tasks` is from `TaskMoments.from_tasks` and m_in = ∞, it is a step on those finitely many tasks, each with
+    infinitely many points.
 
     Args:
         B: Representation, (..., d, k').

@@ -127,7 +127,7 @@ def _mean_products(errors: Tensor, x: Tensor) -> Tensor:
 def factorization_loss(B: Tensor, W: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """Return the objective of Burer–Monteiro factorization (Yüksel et al. 2023, eq. 12).
 
-    It is the mean over tasks of ½‖XBwᵢ − y‖²/m, plus ⅛‖BᵀB − WᵀW‖².
+    It is the mean over tasks of ½‖XBwᵢ − y‖²/m, with the m points X of a task, plus ⅛‖BᵀB − WᵀW‖².
 
     Args:
         B: Representation, (d, k').

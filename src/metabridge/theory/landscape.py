@@ -47,12 +47,12 @@ def adapted_covariance(Sigma: Tensor, alpha: float, s: float, fourth_moments: Te
                 [0.0000, 0.2500]])
     """
     _check_samples("s", s)
-    step = torch.eye(Sigma.shape[-1], dtype=Sigma.dtype) - alpha * Sigma
+    error_map = torch.eye(Sigma.shape[-1], dtype=Sigma.dtype) - alpha * Sigma  # maps w − w* to the mean of w' − w*
     square = Sigma @ Sigma
     cube = square @ Sigma
     trace = square.diagonal(dim1=-2, dim2=-1).sum(-1)[..., None, None]
-    sampling = trace * Sigma + cube if fourth_moments is None else fourth_moments - cube
-    return step @ Sigma @ step + (alpha * alpha / s) * sampling
+    sampling_term = trace * Sigma + cube if fourth_moments is None else fourth_moments - cube
+    return error_map @ Sigma @ error_map + (alpha * alpha / s) * sampling_term
 
 
 def nal_solution(landscape: Landscape) -> Tensor:
@@ -148,7 +148,7 @@ def risk_above_floor(
             f"w is {describe(w)}, but the tasks have {landscape.dimension} dimensions. "
             f"Use a last dimension of {landscape.dimension}."
         )
-    # Within a group, E‖w − w*‖²_Q = ‖w − center‖²_Q + tr(Q·spread).
+    # Within a group, w* ~ N(center, spread), so E‖w − w*‖²_Q = ‖w − center‖²_Q + tr(Q·spread).
     Q = adapted_covariance(distribution.covariance, alpha, m, fourth_moments)
     gap = w.double()[..., None, :] - distribution.center
     from_center = torch.einsum("...gi,gij,...gj->...g", gap, Q, gap)
@@ -184,7 +184,9 @@ def noise_floor(landscape: Landscape, alpha: float, m: float) -> float:
 
 
 def best_alpha(name: SolutionName, landscape: Landscape, m: float) -> float:
-    """Return the step size α for which the solution with this α and n₂ = m has the smallest expected loss F_m.
+    """Return the step size α with the smallest expected loss F_m at the solution of NAL or of MAML.
+
+    α is the size of the test-time step, and for MAML also that of the inner step in training, on n₂ = m samples.
 
     For MAML, F_m may have several local minima in α, one near the inverse of each group's curvature. The search
     therefore starts with a grid of stable step sizes, and refines the best of them between its neighbors.
@@ -192,7 +194,7 @@ def best_alpha(name: SolutionName, landscape: Landscape, m: float) -> float:
     Args:
         name: "nal" or "maml".
         landscape: Distribution of the tasks.
-        m: Number of samples of the inner step and of the test-time step; may be infinite.
+        m: Number of samples of the test-time step, and of MAML's inner step; may be infinite.
 
     Returns:
         The step size.
@@ -269,10 +271,10 @@ def empirical_maml(episodes: Episodes, alpha: float) -> Tensor:
         raise InputError(f"alpha is {alpha}, but a step size must be a finite number that is not negative.")
     episodes = _as_regression(episodes)
     x_in, y_in, x_out, y_out = episodes.support_x, episodes.support_y, episodes.query_x, episodes.query_y
-    step = alpha / x_in.shape[1]
-    adapted = x_out - step * (x_out @ x_in.mT) @ x_in  # X_out P̂
-    target = y_out - step * x_out @ (x_in.mT @ y_in)
-    return _solve_normal_equations((adapted.mT @ adapted).sum(0), (adapted.mT @ target).sum(0))
+    alpha_over_n2 = alpha / x_in.shape[1]
+    X_P = x_out - alpha_over_n2 * (x_out @ x_in.mT) @ x_in  # X_out P̂
+    target = y_out - alpha_over_n2 * x_out @ (x_in.mT @ y_in)
+    return _solve_normal_equations((X_P.mT @ X_P).sum(0), (X_P.mT @ target).sum(0))
 
 
 class Risks(NamedTuple):
@@ -354,7 +356,7 @@ def hard_easy_risks(hard_easy: HardEasy, alpha: float, m: float) -> Risks:
     rho_H, rho_E = hard_easy.rho_hard, hard_easy.rho_easy
     within_groups = a_H * hard_easy.r_hard + a_E * hard_easy.r_easy
     nal_factor = (a_H * rho_E**2 + a_E * rho_H**2) / (rho_E + rho_H) ** 2
-    maml_factor = a_E * a_H / (a_E + a_H) if a_E + a_H else 0.0  # both are 0 if the step solves all tasks
+    maml_factor = a_E * a_H / (a_E + a_H) if a_E + a_H else 0.0  # a_H = a_E = 0: one step solves all tasks
     d, R = hard_easy.dimension, hard_easy.R
     nal, maml = (d / 4 * (within_groups + R**2 * factor) for factor in (nal_factor, maml_factor))
     return Risks(nal, maml)
@@ -386,8 +388,9 @@ def _weighted_center(landscape: Landscape, weights: Tensor) -> Tensor:
     center, singular = torch.linalg.solve_ex(matrix, target)
     if singular:
         raise InputError(
-            "a step on infinitely many samples solves every task along some direction from any initialization, so the "
-            "solution is not unique. Use another alpha, or a finite number of samples."
+            "with infinitely many samples and this alpha, one step from any initialization reaches the optimum of "
+            "every task along some direction, so the initialization along it is arbitrary and the solution is not "
+            "unique. Use another alpha, or a finite number of samples."
         )
     return center  # type: ignore[no-any-return]
 
@@ -406,8 +409,8 @@ def _solve_normal_equations(matrix: Tensor, target: Tensor) -> Tensor:
     eigenvalues = torch.linalg.eigvalsh(matrix)
     if eigenvalues[0] <= 1e-12 * eigenvalues[-1]:
         raise InputError(
-            f"the points of all tasks do not span their {len(matrix)} dimensions, so the solution is not unique. "
-            "Use more tasks, or more points per task."
+            f"the inputs of all tasks together do not span the {len(matrix)} input dimensions, so the solution is "
+            "not unique. Use more tasks, or more points per task."
         )
     return torch.linalg.solve(matrix, target).squeeze(-1)  # type: ignore[no-any-return]
 

@@ -285,7 +285,7 @@ def sampled_test_loss(
 
 
 def label_entropy(landscape: Landscape) -> float:
-    """Return the expected logistic loss of each task's solution w*, which is the entropy of the task's labels.
+    """Return the mean over tasks of the logistic loss at the task's own w*, which is the entropy of its labels.
 
     ⟨w*, x⟩ is normal with variance w*ᵀΣw*, so the mean over x is a one-dimensional integral. It is computed by
     Gauss–Hermite quadrature with 200 nodes.
@@ -345,7 +345,7 @@ def _inputs_and_targets(episodes: Episodes) -> tuple[Tensor, Tensor, Tensor, Ten
 def _is_hard(episodes: Episodes) -> Tensor:
     """Return whether each task belongs to the first group."""
     assert episodes.classes is not None
-    return episodes.classes[:, 0] == 0
+    return episodes.classes[:, 0] == 0  # group g has the class g in regression, and the classes 2g and 2g + 1 otherwise
 
 
 def _task_weights(is_hard: Tensor, hard_weight: float) -> Tensor:

@@ -66,23 +66,24 @@ class LossSurface:
     def minimum(self) -> Tensor:
         """Return the neuron with the lowest loss, by a pattern search from the best point of a grid.
 
-        The search does not use gradients: with ReLU, the loss after a step is discontinuous in the neuron, because
-        inputs cross the kink.
+        The search does not use gradients: with ReLU, the gradient jumps where ⟨neuron, x⟩ is 0 for a support input x,
+        so the loss after a gradient step is discontinuous in the neuron.
 
         Returns:
             The neuron, (2).
         """
-        grid, offsets = neuron_grid(SEARCH_POINTS).reshape(-1, 2), neuron_grid(5).reshape(-1, 2) / EXTENT
-        step = 2 * EXTENT / (SEARCH_POINTS - 1)
+        grid = neuron_grid(SEARCH_POINTS).reshape(-1, 2)
+        offsets = neuron_grid(5).reshape(-1, 2) / EXTENT  # 5 × 5 points from −1 to 1 along both axes
+        spacing = 2 * EXTENT / (SEARCH_POINTS - 1)
         losses = self(grid)
         best, best_loss = grid[losses.argmin()], losses.min()
-        while step > PRECISION:
-            candidates = best + step * offsets
+        while spacing > PRECISION:
+            candidates = best + spacing * offsets
             losses = self(candidates)
             if losses.min() < best_loss:
                 best, best_loss = candidates[losses.argmin()], losses.min()
             else:
-                step /= 2
+                spacing /= 2
         return best
 
 

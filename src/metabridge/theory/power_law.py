@@ -47,8 +47,8 @@ class PowerLaw:
 
         pairs = [(math.log(size), math.log(value)) for size, values in values_by_size.items() for value in values]
         regression = stats.linregress(*zip(*pairs))
-        margin = t_quantile(len(pairs) - 2) * float(regression.stderr)
-        return cls(math.exp(regression.intercept), float(regression.slope), margin)
+        ci95 = t_quantile(len(pairs) - 2) * float(regression.stderr)
+        return cls(math.exp(regression.intercept), float(regression.slope), ci95)
 
     def __call__(self, size: float) -> float:
         """Return the value at a size."""
@@ -59,7 +59,7 @@ def last_exponents(values_by_size: ValuesBySize) -> list[float]:
     """Return d log(value) / d log(size) between the last two sizes, for every run.
 
     Args:
-        values_by_size: The values of several runs for each size, in the same order of runs.
+        values_by_size: The values of several runs for each size, with the runs always in the same order.
 
     Returns:
         The exponent of every run.
@@ -76,7 +76,7 @@ def last_slopes(values_by_size: ValuesBySize) -> list[float]:
     """Return d value / d size between the last two sizes, for every run.
 
     Args:
-        values_by_size: The values of several runs for each size, in the same order of runs.
+        values_by_size: The values of several runs for each size, with the runs always in the same order.
 
     Returns:
         The slope of every run.

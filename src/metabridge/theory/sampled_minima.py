@@ -24,7 +24,7 @@ class SampledMinima:
     The dictionaries have the keys "NAL" and "MAML".
 
     Args:
-        tasks: The tasks, which have a single neuron with two weights and the same activation.
+        tasks: The tasks. Their teachers have the same activation, and a single neuron with two weights each.
         alpha: Step size α of adaptation.
         positions: The neuron at the minimum for each draw, (draws, 2).
         risks: The loss of this neuron on new episodes after one adaptation step, for each draw.
@@ -108,7 +108,8 @@ class SampledMinima:
         """Return the minimum of each method's population loss, by searches that start at the sampled minima.
 
         Returns:
-            The neuron at each minimum, (2); None if a sampled minimum has a lower loss than all stationary points.
+            The neuron (2) at the minimum of each method; None if a sampled minimum has a lower loss than all stationary
+            points.
         """
         losses = {"NAL": nal_loss(self.tasks), "MAML": maml_loss(self.tasks, self.alpha)}
         minima = {}

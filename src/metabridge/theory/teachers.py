@@ -162,6 +162,8 @@ def sample_episodes(
 def nal_loss(tasks: Sequence[TeacherTask]) -> Callable[[Tensor], Tensor]:
     """Return the loss of non-adaptive learning (NAL), W ↦ E_i f_i(W) (Collins et al. 2022, eq. 3).
 
+    It is the mean over the tasks i of their population losses f_i.
+
     Args:
         tasks: The tasks.
 
@@ -249,6 +251,8 @@ def lowest_stationary_point(loss: Callable[[Tensor], Tensor], starting_points: I
 @dataclass(frozen=True)
 class HardTaskPreference:
     """How much a stationary point of MAML's loss favors the hard task 1 over the easy task 2 (Collins et al. 2022, §4).
+
+    A gradient ratio below 1 means that the hard task is favored: the point is closer to stationary for it.
 
     Args:
         alpha: Step size α.
@@ -350,9 +354,9 @@ def _relu_products(W: Tensor, V: Tensor) -> Tensor:
     With the angle θ between w and v, it is (‖w‖‖v‖ sin θ + (π − θ)⟨w, v⟩)/2π.
     """
     inner = W @ V.mT
-    area = W.square().sum(-1)[:, None] * V.square().sum(-1) - inner.square()
-    is_positive = area > 0  # if not, the neurons are parallel, and the square root has no finite derivative
-    area = torch.where(is_positive, torch.where(is_positive, area, 1.0).sqrt(), 0.0)
+    squared_area = W.square().sum(-1)[:, None] * V.square().sum(-1) - inner.square()
+    is_positive = squared_area > 0  # if not, the neurons are parallel, and the square root has no finite derivative
+    area = torch.where(is_positive, torch.where(is_positive, squared_area, 1.0).sqrt(), 0.0)  # ‖w‖‖v‖ sin θ
     return (area + (math.pi - torch.atan2(area, inner)) * inner) / (2 * math.pi)
 
 

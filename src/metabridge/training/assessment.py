@@ -29,8 +29,8 @@ class Assessment:
     Args:
         score: Mean accuracy over all tasks.
         classes: Accuracy on the queries of each class, over all tasks with this class, by class name.
-        calibration: For each non-empty bin of confidence, the mean confidence, the accuracy and the fraction of queries
-            in the bin.
+        calibration: The confidence of a prediction is its largest probability. For each bin of confidences that
+            contains queries, their mean confidence, their accuracy, and their fraction of all queries.
     """
 
     score: Score
@@ -67,7 +67,8 @@ def assess(
         tasks: Number of tasks, at least 2.
         seed: Seed of the tasks.
         augmentation: Changes to the images at test time.
-        progress: Whether to show a progress bar. It is available only if features are computed once per image.
+        progress: Whether to show a progress bar while the features of all images are computed. There is none if the
+            features of an image depend on the task or on other images, since they are then computed for every task.
 
     Returns:
         The assessment.
@@ -82,14 +83,17 @@ def assess(
     >>> from metabridge.training import Model
     >>> test, anil, net = load("glyphs").tasks("test"), method("anil"), conv4(1, 28)
     >>> assessment = assess(Model(anil, net, parameters(anil, net)), test, tasks=4)
-    >>> len(assessment.classes) == test.classes, 0 <= assessment.calibration_error <= 1
-    (False, True)
+    >>> len(assessment.classes) < test.classes  # four tasks do not contain all classes
+    True
+    >>> 0 <= assessment.calibration_error <= 1
+    True
     """
     if not isinstance(environment, ImageTasks):
         raise InputError(f"environment is {type(environment).__name__}, but assess needs tasks of labeled images.")
     scorer = Scorer()
-    correct_queries, queries = torch.zeros(2, environment.classes, dtype=torch.float64)
-    bins = torch.zeros(BINS, 3, dtype=torch.float64)  # sum of confidences, correct queries, all queries
+    correct_queries, queries = torch.zeros(2, environment.classes, dtype=torch.float64)  # numbers for each class
+    # for each bin, the sum of the confidences, the number of correct queries and the number of queries
+    bins = torch.zeros(BINS, 3, dtype=torch.float64)
     for outputs, episodes in predictions(
         model, environment, tasks=tasks, seed=seed, augmentation=augmentation, progress=progress
     ):
@@ -99,10 +103,10 @@ def assess(
         class_indices = episodes.classes.gather(1, episodes.query_y)
         _add_at(correct_queries, class_indices, is_correct)
         _add_at(queries, class_indices, torch.ones_like(is_correct))
-        finite = outputs.isfinite().all(-1)
-        confidence = outputs[finite].softmax(-1).amax(-1).double()
+        is_finite = outputs.isfinite().all(-1)
+        confidence = outputs[is_finite].softmax(-1).amax(-1).double()
         bin_index = (confidence * BINS).long().clamp_max(BINS - 1)
-        for column, weights in enumerate((confidence, is_correct[finite], torch.ones_like(confidence))):
+        for column, weights in enumerate((confidence, is_correct[is_finite], torch.ones_like(confidence))):
             _add_at(bins[:, column], bin_index, weights)
     score = scorer.score()
     if score.diverged == tasks:

@@ -30,8 +30,9 @@ class Augment:
         scale: Smallest and largest fraction of the image area. If set, a random rectangle whose area is in this range
             and whose aspect ratio is between 3/4 and 4/3 is resized to the original size; this replaces the padded
             crop.
-        growth: A size in pixels and a fraction of training. If set, images are resized to this size during that first
-            fraction of training; with a smaller size, these steps are cheaper.
+        growth: A size in pixels and a fraction of training, such as (60, 0.5). If set, images are resized to this
+            height and width until this fraction of the training steps is done, and keep their original size afterwards.
+            With a size below the original one, the first steps are cheaper.
 
     Raises:
         InputError: If an argument is out of range.
@@ -63,7 +64,7 @@ class Augment:
 
     @classmethod
     def for_size(cls, size: int) -> Augment:
-        """Return the default augmentation for photographs of this size: padding 8 from 64 pixels on, otherwise 4.
+        """Return the default augmentation: `padding` is 8 for images of at least 64 pixels, and 4 for smaller ones.
 
         Args:
             size: Height and width of the images in pixels.
@@ -79,7 +80,7 @@ class Augment:
         Args:
             images: Images (n, channels, height, width) with values from 0 to 1.
             generator: Random generator on the device of the images.
-            size: Height and width of the copies in pixels. None for those of the images.
+            size: Height and width of the copies in pixels. None for the height and width of `images`.
 
         Returns:
             The changed copies.
@@ -157,6 +158,7 @@ class Augment:
     ) -> Tensor:
         """Return random rectangles resized to `shape`, mirrored with probability 1/2 if `flip` is set."""
         n, channels = images.shape[:2]
+        # from 0 to 1; they determine the area, the aspect ratio and the position, and whether the image is mirrored
         area, ratio, down, right, flip = torch.rand(5, n, generator=generator, device=images.device)
         area = scale[0] + (scale[1] - scale[0]) * area
         sqrt_ratio = torch.exp((ratio - 0.5) * math.log(4 / 3))  # square root of the aspect ratio
@@ -164,6 +166,7 @@ class Augment:
         width, height = area.sqrt() * sqrt_ratio, area.sqrt() / sqrt_ratio
         zero = torch.zeros_like(width)
         signed_width = torch.where(flip < 0.5, -width, width) if self.flip else width  # negative if mirrored
+        # rows of the affine map from pixels of the result to those of the image, in coordinates from −1 to 1
         x_row = torch.stack([signed_width, zero, (1 - width) * (2 * right - 1)], -1)
         y_row = torch.stack([zero, height, (1 - height) * (2 * down - 1)], -1)
         grid = F.affine_grid(torch.stack([x_row, y_row], 1), [n, channels, *shape], align_corners=False)
@@ -173,11 +176,12 @@ class Augment:
         """Return images with random brightness, contrast and saturation."""
         n, channels = images.shape[:2]
         draws = torch.rand(2, 3, n, 1, 1, 1, generator=generator, device=images.device)
-        order = draws[0].argsort(0)  # of the changes 0 brightness, 1 contrast, 2 saturation
+        order = draws[0].argsort(0)  # a random order of 0 (brightness), 1 (contrast) and 2 (saturation) for each image
         factors = 1 + self.jitter * (2 * draws[1] - 1)
         luma = torch.tensor(LUMA if channels == 3 else (1 / channels,) * channels, device=images.device)
         for change, factor in zip(order, factors):
             gray = (images * luma.view(-1, 1, 1)).sum(1, keepdim=True)
+            # o in the formula of the class
             reference = torch.where(change == 2, gray, torch.where(change == 1, gray.mean((-2, -1), keepdim=True), 0))
             images = torch.lerp(reference.expand_as(images), images, factor).clamp(0, 1)
         return images

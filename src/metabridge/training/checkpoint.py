@@ -36,8 +36,8 @@ SECTIONS = {"model": True, "method": False, "tasks": True, "validation": True, "
 FILES = ("weights.safetensors", "state.safetensors", "metrics.jsonl")  # files of a run besides settings.json
 VERSION = 2  # format of settings.json; increase it if older versions of metabridge would misread a new format
 
-CHECKSUM = "crc32"  # metadata key of the checksum of the file, which is computed with _NO_CHECKSUM in its place
-_NO_CHECKSUM = "00000000"
+CHECKSUM = "crc32"  # metadata key of the checksum of the file
+_NO_CHECKSUM = "00000000"  # is in the place of the checksum while the checksum is computed
 
 
 @dataclass(frozen=True)
@@ -133,11 +133,11 @@ class RunFolder:
             ) from error
         try:
             header, values = _split_header(content)
-            texts = json.loads(header[8:])["__metadata__"]
-            has_checksum = set(texts) != {"metabridge"}  # early files of version 0.1.0 have none
-            if has_checksum and _checksum(header, values, texts[CHECKSUM]) != texts[CHECKSUM]:
+            header_metadata = json.loads(header[8:])["__metadata__"]
+            has_checksum = set(header_metadata) != {"metabridge"}  # early files of version 0.1.0 have none
+            if has_checksum and _checksum(header, values, header_metadata[CHECKSUM]) != header_metadata[CHECKSUM]:
                 raise InputError("its checksum is wrong")
-            metadata = json.loads(texts["metabridge"])
+            metadata = json.loads(header_metadata["metabridge"])
             if not isinstance(metadata, dict):
                 raise InputError("its metadata was not written by metabridge")
             return load(content), metadata
@@ -211,7 +211,7 @@ def read_method(data: Mapping[str, Any]) -> Method:
     True
     """
     data = dict(data)
-    # the keys are those of version 0.1.0
+    # the stored keys are still those of version 0.1.0, in which some fields had other names
     data["training_head"], regularized = data.pop("head"), data.pop("regulariser")
     data["test_solver"] = data.pop("test")
     if data["inner"] is not None:
@@ -229,7 +229,7 @@ def read_network(settings: Mapping[str, Any], net: Network | None, stored: Param
     """
     if net is None:
         recipe = dict(settings["model"])
-        # reject anything else, such as a path: a run stores the architecture itself
+        # `build` would also open a file whose path is the model, but a run contains its architecture, never a path
         if FORMER_NAMES.get(recipe["model"], recipe["model"]) not in BUILDERS:
             raise ValueError(f"its model is {recipe['model']!r}")
         if recipe.get("pretrained"):
@@ -296,7 +296,7 @@ def describe_environment(environment: object) -> dict[str, object]:
         value = getattr(environment, field.name)
         if field.name == "data":
             description["data"] = getattr(value, "load_arguments", None)
-            # differs from the number of classes of the data set if there are rotated classes
+            # load_arguments do not tell whether rotated classes were added, but the number of classes does
             description["classes"] = getattr(environment, "classes", None)
             description["class_names"] = list(getattr(environment, "class_names", ()))
         else:

@@ -218,7 +218,7 @@ class SoftTargets:
 
     smoothing: float = option(
         0.0,
-        help="Label smoothing factor, as in `CrossEntropyLoss` (Szegedy et al. 2016; only mtl, rfs).",
+        help="Label smoothing factor, as in `CrossEntropyLoss` (Szegedy et al. 2016; only mtl and rfs).",
         check=_check_fraction,
     )
     mixup: float = option(
@@ -230,7 +230,7 @@ class SoftTargets:
     distillation: float = option(
         0.0,
         help="Distillation: weight of the teacher's predicted probabilities in the targets (Furlanello et al. 2018; "
-        "only mtl, rfs).",
+        "only mtl and rfs).",
         check=_check_fraction,
     )
     temperature: float = option(1.0, help="Distillation: temperature of the teacher's softmax.", check=check_positive)
@@ -351,8 +351,8 @@ class ImageTrainingConfig(TrainingConfig):
     ways: int = option(5, help="Number of classes per task.", check=IntegerRange(2))
     training_ways: int | None = option(
         None,
-        help="Number of classes per training task; rfs ignores it. More than `ways` is only possible for methods whose "
-        "head has a row for each training class, such as mtl. Default: `ways`.",
+        help="Number of classes per training task; rfs ignores it. A number above `ways` needs a method whose head "
+        "has one output for each training class, such as mtl. Default: `ways`.",
         check=IntegerRange(2, optional=True),
     )
     shots: int = option(1, help="Number of support images per class in training tasks.", check=IntegerRange(1))

@@ -317,7 +317,8 @@ def evaluate(
         tasks: Number of tasks, at least 2.
         seed: Seed of the tasks.
         augmentation: Changes to the images at test time.
-        progress: Whether to show a progress bar. It is available only if features are computed once per image.
+        progress: Whether to show a progress bar while the features of all images are computed. There is none if the
+            features of an image depend on the task or on other images, since they are then computed for every task.
 
     Returns:
         Mean accuracy, or mean squared error for regression, with its 95 % confidence interval.
@@ -396,8 +397,8 @@ def predictions(
     if isinstance(model, Model):
         check_finite(model.params, dict(model.net.named_buffers()))
         _check_statistics(model)
-        fixed_features = can_predict_from_features(model.method) and not uses_batch_statistics(model.net)
-        if fixed_features and isinstance(environment, ImageTasks):
+        features_are_fixed = can_predict_from_features(model.method) and not uses_batch_statistics(model.net)
+        if features_are_fixed and isinstance(environment, ImageTasks):
             table = FeatureTable.of(model, environment, augmentation, seed=seed, progress=progress)
             yield from table.predictions(model, environment, tasks, generator)
             return
@@ -465,7 +466,7 @@ class FeatureTable:
         generator = torch.Generator(device).manual_seed(seed)
         augment = augmentation.augment or Augment.for_size(environment.data.images.shape[-1])
         batches = image_indices.split(64 if device.type == "cpu" else 1000)
-        # for the images and each of their copies, the features of all batches
+        # one list for the unchanged images and one for each copy of them, with the features of each batch
         features: list[list[Tensor]] = [[] for _ in range(1 + augmentation.copies)]
         for batch in track_progress(batches, "features", progress):
             images = environment.data.float_images(batch).to(device)
@@ -475,7 +476,7 @@ class FeatureTable:
         return cls(torch.stack([torch.cat(batch_features) for batch_features in features]), positions.to(device))
 
     def evaluate(self, models: Sequence[Model], environment: ImageTasks, *, tasks: int, seed: int = 0) -> list[Score]:
-        """Return the scores of models that have these features and different heads, on the tasks of `evaluate`."""
+        """Score models with these features and different heads on the tasks that `evaluate` samples with this seed."""
         generator = torch.Generator().manual_seed(seed)
         scorers = [Scorer() for _ in models]
         for size in _batch_sizes(tasks, 32 * BLOCK_SIZE):
@@ -494,7 +495,10 @@ class FeatureTable:
             yield predict_from_features(model.method, model.params, episodes), episodes
 
     def episodes(self, environment: ImageTasks, tasks: int, generator: torch.Generator) -> Episodes:
-        """Sample the same tasks as the environment, with features as inputs; copies are added to the support sets."""
+        """Sample the same tasks as the environment, with features as inputs.
+
+        The features of the changed copies of support images are added to the support sets.
+        """
         blocks = [environment.sample_indices(size, generator) for size in _batch_sizes(tasks, BLOCK_SIZE)]
         indices = TaskIndices(*(torch.cat(tensors) for tensors in zip(*blocks)))
         episodes = indices.to_episodes(lambda images: self.features[0, self._positions_of(images)])
@@ -519,7 +523,7 @@ def _sample_in_blocks(
 
 def _batch_sizes(tasks: int, max_size: int) -> list[int]:
     """Return the sizes of the batches into which `tasks` tasks are split, each at most `max_size`."""
-    return [min(max_size, tasks - first) for first in range(0, tasks, max_size)]
+    return [min(max_size, tasks - start) for start in range(0, tasks, max_size)]
 
 
 class Scorer:

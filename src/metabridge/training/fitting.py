@@ -62,7 +62,9 @@ class FitArguments(TrainingConfig):
         help=f"Learning rate schedule, from `metabridge.schedules` or by name: {alternatives(SCHEDULES)}.",
     )
     validate: Environment | None = option(
-        None, help="Source of validation tasks. The run has the weights with the best validation score. Default: none."
+        None,
+        help="Source of validation tasks. The returned run contains the weights that had the best validation score. "
+        "Default: none.",
     )
     teacher: Model | None = option(
         None, help="Trained model whose predictions are part of the targets; see `SoftTargets.distillation`."
@@ -88,9 +90,12 @@ class FitArguments(TrainingConfig):
 
 
 def _accepts(
-    arguments: Callable[Options, object],
+    options_class: Callable[Options, object],
 ) -> Callable[[Callable[..., Run]], Callable[Concatenate[Network, Method, Environment, Options], Run]]:
-    """Add the fields of a dataclass to the signature, the types and the docstring of `fit` as keyword arguments."""
+    """Make the fields of a dataclass keyword arguments of the decorated function.
+
+    They are added to its signature, its docstring and, for type checkers, its static type.
+    """
 
     def decorate(function: Callable[..., Run]) -> Callable[Concatenate[Network, Method, Environment, Options], Run]:
         signature = inspect.signature(function)
@@ -101,12 +106,12 @@ def _accepts(
                 default=inspect.Parameter.empty if field.default is MISSING else field.default,
                 annotation=field.type,
             )
-            for field in options_of(arguments).values()  # type: ignore[arg-type]
+            for field in options_of(options_class).values()  # type: ignore[arg-type]
         ]
         positional = [param for param in signature.parameters.values() if param.kind is param.POSITIONAL_OR_KEYWORD]
         function.__signature__ = signature.replace(parameters=[*positional, *keywords])  # type: ignore[attr-defined]
         if function.__doc__ is not None:
-            text = arguments_text(arguments)  # type: ignore[arg-type]
+            text = arguments_text(options_class)  # type: ignore[arg-type]
             function.__doc__ = function.__doc__.replace("        {options}", text)
         return function
 
@@ -117,8 +122,9 @@ def _accepts(
 def fit(net: Network, method: Method, environment: Environment, **arguments: Any) -> Run:
     """Train a network with a method on the tasks of an environment.
 
-    With `validate`, the run has the weights with the best validation score, and all validations use the same tasks.
-    Without it, the run has the last weights. At the end, the network has the weights of the run.
+    With `validate`, the returned run contains the weights that had the best validation score; all validations use the
+    same tasks. Without it, the run contains the weights after the last step. The weights of the run are also copied
+    into `net` at the end.
 
     With `out`, the run is saved in that folder at each validation and at least every minute. If `fit` was interrupted,
     call it again with the same settings: it continues the run, and ends with the same weights as without interruption.
@@ -147,21 +153,21 @@ def fit(net: Network, method: Method, environment: Environment, **arguments: Any
     unknown = arguments.keys() - {field.name for field in fields(FitArguments)}
     if unknown:
         raise TypeError(f"fit() got an unexpected keyword argument {min(unknown)!r}")
-    args = FitArguments(**arguments)
-    base = args if args.config is None else args.config
-    changes = {name: getattr(args, name) for name in options_of(TrainingConfig) if name in arguments}
+    all_arguments = FitArguments(**arguments)  # with default values
+    base = all_arguments if all_arguments.config is None else all_arguments.config
+    changes = {name: getattr(all_arguments, name) for name in options_of(TrainingConfig) if name in arguments}
     trainer = Trainer(
         net,
         method,
         environment,
         training_options(base, **changes),
-        validate=args.validate,
-        device=args.device,
-        mode=args.mode,
-        out=args.out,
-        teacher=args.teacher,
+        validate=all_arguments.validate,
+        device=all_arguments.device,
+        mode=all_arguments.mode,
+        out=all_arguments.out,
+        teacher=all_arguments.teacher,
     )
-    return run_to_end(trainer, args.name, minutes=args.minutes, progress=args.progress)
+    return run_to_end(trainer, all_arguments.name, minutes=all_arguments.minutes, progress=all_arguments.progress)
 
 
 def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network | None = None) -> Run:
@@ -206,6 +212,7 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network
         low_precision = settings["training"]["precision"] == "bfloat16" and device.type != "cpu"
     except PARSING_ERRORS as error:
         raise damage_error(run_folder.path / "settings.json", f"its settings cannot be read ({error})") from error
+    # the weights contain the fingerprint of their settings; early files of version 0.1.0 have none
     if metadata.get("settings", fingerprint(settings)) != fingerprint(settings):
         raise damage_error(
             run_folder.path / "settings.json", "its model or method is not what the weights were trained with"
@@ -214,9 +221,11 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network
     check_match({**dict(net.named_parameters()), **dict(net.named_buffers())}, params | buffers, run_folder.path)
     copy_into(net, params, buffers)
     try:
-        latest = metadata if state is None else state[1]
-        curve, seconds = tuple(point_from_json(point) for point in latest["curve"]), float(latest["seconds"])
-        finished = state is not None and bool(latest["finished"])
+        # the state is written more often than the best weights, so its metadata has the points up to now
+        latest_metadata = metadata if state is None else state[1]
+        curve = tuple(point_from_json(point) for point in latest_metadata["curve"])
+        seconds = float(latest_metadata["seconds"])
+        finished = state is not None and bool(latest_metadata["finished"])
     except PARSING_ERRORS as error:
         name = "weights" if state is None else "state"
         raise damage_error(
@@ -264,7 +273,10 @@ class ProgressLine:
         self._task = bar.add_task(name, total=trainer.config.iterations, completed=trainer.iteration, status="")
 
     def update(self, point_added: bool) -> None:
-        """Show the number of steps and the last point of the curve. Without a terminal, print each new point."""
+        """Show the number of steps and the last point of the curve.
+
+        If standard error is not a terminal, such as a file, print each new point on a line of its own.
+        """
         trainer, bar = self._trainer, self._bar
         bar.update(self._task, completed=trainer.iteration)
         if point_added:
@@ -290,7 +302,7 @@ def saved_and_closed(trainer: Trainer) -> Iterator[None]:
 def delay_interrupt() -> Iterator[None]:
     """Delay the first Ctrl-C until the end of the context; a second one interrupts immediately.
 
-    In other threads than the main thread, or if Ctrl-C does not raise `KeyboardInterrupt`, do nothing.
+    This has no effect outside the main thread, or if Ctrl-C does not raise `KeyboardInterrupt`.
     """
     default_handler = signal.default_int_handler  # raises KeyboardInterrupt
     is_main_thread = threading.current_thread() is threading.main_thread()

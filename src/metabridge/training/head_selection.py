@@ -22,7 +22,8 @@ class SplitAccuracy:
         mean: Mean over the tasks.
         ci95: Half-width of the 95 % confidence interval of the mean.
         tasks: Number of tasks.
-        penalty: L2 penalty of the head; None if it was not selected.
+        penalty: L2 penalty with which the head was fitted. None if the penalty of this head is not selected on
+            validation tasks.
         views: Test-time augmentation; records of experiments contain it under this name.
 
     >>> str(SplitAccuracy("test", 5, 0.78, 0.01, 600, penalty=0.1))
@@ -38,7 +39,7 @@ class SplitAccuracy:
     views: TestTimeAugmentation = NO_AUGMENTATION
 
     def __str__(self) -> str:
-        """Return the number of tasks and, if they were selected, the penalty and the augmentation."""
+        """Describe a test accuracy: number of tasks and, if they were selected, penalty and augmentation."""
         if self.penalty is None:
             return f"{self.tasks} test tasks"
         return f"{self.tasks} test tasks; chosen in validation: penalty {self.penalty:g}, {self.views}"
@@ -50,10 +51,10 @@ class HeadSelection:
 
     Args:
         ways: Number of classes per task.
-        shots: Numbers of support images per class; each of them is measured.
+        shots: Numbers of support images per class. Accuracies are measured for each of them.
         tasks: Number of tasks of each split.
-        penalties: Penalties of the head to choose from without augmentation.
-        augmented_penalties: Penalties to choose from with augmentation.
+        penalties: L2 penalties of the head to choose from without augmentation.
+        augmented_penalties: L2 penalties of the head to choose from with augmentation.
         augmentations: Test-time augmentations to choose from.
         seed: Seed of the tasks.
 
@@ -78,9 +79,11 @@ class HeadSelection:
     def scores(self, model: Model, images: LabeledImages) -> Iterator[SplitAccuracy]:
         """Yield the accuracies of a trained model on validation and test tasks.
 
-        If the penalty of the head is selected, the accuracies are measured without augmentation on both splits and
-        with every augmentation on validation tasks, for every penalty, and then with the best augmentation and penalty
-        on test tasks.
+        If the penalty of the head is selected, they are, for every number of shots:
+        - without augmentation, the accuracies on test and on validation tasks for every penalty;
+        - for every augmentation, the accuracies on validation tasks for every penalty;
+        - if one of these augmentations was best in validation, the accuracy with it and its best penalty on test tasks.
+        Otherwise, there is one accuracy for each split and number of shots.
         """
         if not selects_penalty(model):
             for split in ("validation", "test"):
@@ -127,7 +130,7 @@ class HeadSelection:
         table = FeatureTable.of(model, environments[0])
         start_time = time.perf_counter()
         for environment in environments:
-            # ends with a copy to the CPU, which waits for the GPU
+            # the scores are copied to the CPU, which waits for the GPU, so its work is included in the time
             table.evaluate([model], environment, tasks=self.tasks)
         return time.perf_counter() - start_time
 
@@ -148,8 +151,9 @@ def best_in_validation(scores: Iterable[SplitAccuracy], shots: int) -> SplitAccu
 def selects_penalty(model: Model) -> bool:
     """Return whether the penalty of the model's head is selected on validation tasks.
 
-    It is selected for calibrated heads that have a penalty, such as logistic regression. The penalties of R2D2 and
-    MetaOptNet are also used in training, so they are not selected afterwards.
+    It is selected for heads that have a penalty and whose outputs estimate probabilities (`Head.calibrated`), such as
+    logistic regression. The penalties of R2D2 and MetaOptNet are also used in training, so they are not selected
+    afterwards.
     """
     head = model.method.test_solver
     return isinstance(head, Head) and head.calibrated and head.default_penalty is not None

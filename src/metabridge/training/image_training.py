@@ -120,7 +120,7 @@ def network_of(config: ImageTrainingConfig, images: LabeledImages) -> Network:
     }
     accepted = inspect.signature(builder(config.model).func).parameters
     if "image_channels" in accepted:
-        del options["channels"]  # for this builder, the number of channels of the feature maps
+        del options["channels"]  # in this builder, `channels` is the number of channels of the feature maps
     options = {name: value for name, value in options.items() if name in accepted}
     return build(config.model, **{**options, **config.model_options})
 
@@ -134,7 +134,7 @@ def training_tasks(config: ImageTrainingConfig, images: LabeledImages, method: M
 
 
 def validation_tasks(config: ImageTrainingConfig, images: LabeledImages) -> ImageTasks:
-    """Return validation tasks, with fewer ways or queries if there are too few classes or images."""
+    """Return validation tasks with `config.ways` classes and 15 queries per class, or fewer if there are too few."""
     classes = images.splits["validation"]
     fewest_images = int(images.labels.bincount(minlength=len(images.class_names))[classes].min())
     ways, queries = min(config.ways, len(classes)), max(1, min(15, fewest_images - config.validate_shots))
@@ -157,6 +157,7 @@ def _check_memory(config: ImageTrainingConfig, images: LabeledImages, method: Me
     item_images = 1 if method.training_head == "all-rows" else config.ways * (config.shots + config.queries)
     item_bytes = 4 * images.images[0].numel() * item_images  # in float32; an item is an image or a task
     if config.batch_size * item_bytes > memory:
+        # the suggested batch takes an eighth of the memory, since training needs more than the images
         raise InputError(
             f"batch_size is {config.batch_size}, but the images of such a step take "
             f"{config.batch_size * item_bytes / 2**30:.0f} GiB, and this machine has {memory / 2**30:.0f} GiB of "

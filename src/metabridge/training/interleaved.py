@@ -16,7 +16,7 @@ from metabridge.progress import progress_bar
 from metabridge.training.fitting import ProgressLine, delay_interrupt, saved_and_closed
 from metabridge.training.trainer import Run, Trainer
 
-CONCURRENT_RUNS = {"cuda": 8}  # number of runs by device type; 1 for other device types
+CONCURRENT_RUNS = {"cuda": 8}  # number of networks to train at the same time by device type; 1 for other types
 
 
 def concurrent_runs(device: str) -> int:

@@ -1,5 +1,9 @@
 """Resumable training of linear networks on tasks with a shared representation (Yüksel et al. 2023, §5).
 
+ANIL (almost no inner loop) is MAML that adapts only the head; "FO" means first-order. A network is x ↦ ⟨Bw, x⟩ with
+first layer B and head w. The regression vector of a task is θ = B*w*, where the columns of B* are the directions that
+all tasks share.
+
 All runs of a first-order method are trained in parallel, as one batch. The runs of Burer–Monteiro factorization are
 trained one after another.
 """
@@ -54,8 +58,8 @@ class LinearAnilConfig:
             penalty of ridge regression.
         dimension: Dimension of the inputs.
         width: Width of the network.
-        variances: Variances of the task parameters w* along the shared directions.
-        mean: Mean of w* along the shared directions. None: zero.
+        variances: Variances of the coordinates w* of a task along the shared directions.
+        mean: Means of these coordinates. None: zero.
         noise: Variance of the noise on the targets.
         m_in: Number of support examples per task.
         m_out: Number of query examples per task.
@@ -100,7 +104,7 @@ class LinearAnilConfig:
         ]
 
     def covariance(self) -> Tensor:
-        """Return Σ*, the covariance of the task parameters w* along the shared directions."""
+        """Return Σ*, the covariance of the coordinates w* of the tasks along the shared directions."""
         return torch.diag(torch.tensor(self.variances, dtype=torch.float64))
 
     def limiting_eigenvalues(self, settings: AnilSettings) -> tuple[float, float]:
@@ -117,7 +121,7 @@ class RepresentationCurves:
         steps: The steps at which the networks were measured.
         values: For each quantity, one list per run with its values at `steps`. The quantities are the fields of
             `theory.anil.Spectrum` and, for networks with a shared initial head w, "start", which is ‖Bw − E[θ]‖²
-            for the task parameters θ.
+            for the regression vectors θ of the tasks.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -134,7 +138,7 @@ class RepresentationCurves:
         self.steps.append(step)
         for quantity, values in measured.items():
             for curve, value in zip(self.values.setdefault(quantity, [[] for _ in environments]), values.tolist()):
-                curve.append(float(f"{value:.6g}"))
+                curve.append(float(f"{value:.6g}"))  # six digits keep the stored curves short
 
     def join(self, other: RepresentationCurves) -> RepresentationCurves:
         """Return the curves of the runs of `self`, then those of `other`, which must be measured at the same steps."""
@@ -180,13 +184,13 @@ def train_first_order(
     Returns:
         The trained networks, or None if the deadline passed first.
     """
-    initial = [
+    initial_params = [
         initial_parameters(
             config.dimension, config.width, config.alpha, torch.Generator().manual_seed(environment.seed)
         )
         for environment in environments
     ]
-    params: NetParams = (torch.stack([B for B, _ in initial]), torch.stack([w for _, w in initial]))
+    params: NetParams = (torch.stack([B for B, _ in initial_params]), torch.stack([w for _, w in initial_params]))
     steps_done, seconds, curves = 0, 0.0, RepresentationCurves()
     saved = folder.read("state")
     if saved is not None:
@@ -201,12 +205,12 @@ def train_first_order(
     measured_steps = steps_to_measure(config.steps)
     while steps_done < config.steps and time.perf_counter() < deadline:
         start_time = time.perf_counter()
-        next_measured = next(step for step in measured_steps if step > steps_done)
-        count = min(STEPS_PER_CHECK, next_measured - steps_done)
+        next_measured_step = next(step for step in measured_steps if step > steps_done)
+        count = min(STEPS_PER_CHECK, next_measured_step - steps_done)
         repeated_step.advance(count)
         steps_done += count
         seconds += time.perf_counter() - start_time
-        if steps_done == next_measured:
+        if steps_done == next_measured_step:
             curves.measure(steps_done, environments, *repeated_step.params)
     B, w = repeated_step.params
     folder.write("state", {"B": B, "w": w}, {"done": steps_done, "seconds": seconds, "curves": asdict(curves)})
@@ -234,7 +238,7 @@ def train_burer_monteiro(
     Returns:
         The trained networks, or None if the deadline passed first.
     """
-    finished: Params = {}
+    finished: Params = {}  # first layers B of the finished runs, by run number
     seconds, curves = 0.0, RepresentationCurves()
     saved = folder.read("state")
     if saved is not None:

@@ -75,7 +75,7 @@ class Run(Model):
 
     @property
     def best(self) -> Score | None:
-        """Best validation score, which is the score of the weights. None without validation."""
+        """Best validation score, which the weights in `params` had. None without validation."""
         return best_score(self.curve)
 
     @property
@@ -365,8 +365,11 @@ class Trainer:
         copy_into(self.net, self._ema_params or self.params, dict(self.net.named_buffers()))
         if running_batch_norms(self.net):
             generator = torch.Generator().manual_seed(0)
-            count = 8 if self.device.type == "cpu" else 40
-            batches = (self.environment.sample(self.config.batch_size, generator).without_split() for _ in range(count))
+            # the more batches, the more precise the estimate; on a CPU, many batches would take too long
+            num_batches = 8 if self.device.type == "cpu" else 40
+            batches = (
+                self.environment.sample(self.config.batch_size, generator).without_split() for _ in range(num_batches)
+            )
             estimate_statistics(self.net.features, (batch.support_x.to(self.device).flatten(0, 1) for batch in batches))
 
     def _current_weights(self) -> tuple[Params, Params]:
@@ -444,8 +447,8 @@ class Trainer:
             params, buffers = self.best_weights
             folder.write("weights", merge_groups(params=params, buffers=buffers), metadata)
         optimizer_state = {
-            f"{index}.{key}": torch.as_tensor(value)
-            for index, state in self.optimizer.state_dict()["state"].items()
+            f"{position}.{key}": torch.as_tensor(value)
+            for position, state in self.optimizer.state_dict()["state"].items()
             for key, value in state.items()
             if value is not None
         }
@@ -524,11 +527,14 @@ class Trainer:
         self._set_drop_rates()
 
     def _restore_optimizer(self, stored: Params) -> None:
-        """Restore the state of the optimizer from the tensors named `position of the parameter`.`key`."""
+        """Restore the state of the optimizer from tensors with names such as "0.momentum_buffer".
+
+        The number is the position of the parameter in the optimizer, and the key is one of the optimizer's state.
+        """
         optimizer_state: dict[int, dict[str, torch.Tensor]] = {}
         for name, value in stored.items():
-            index, _, key = name.partition(".")
-            optimizer_state.setdefault(int(index), {})[key] = value
+            position_text, _, key = name.partition(".")
+            optimizer_state.setdefault(int(position_text), {})[key] = value
         trained_params = [value for group in self.optimizer.param_groups for value in group["params"]]
         first_keys = next(iter(optimizer_state.values()), {}).keys()
         for position, values in optimizer_state.items():
