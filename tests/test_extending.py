@@ -193,7 +193,8 @@ def test_commands_offer_every_kernel_and_name_every_operator():
 
 def test_every_builder_and_head_is_a_choice_on_the_command_line():
     assert {name.partition(":")[0] for name in model_names()} == {
-        "the path of an architecture.json" if name == "cell_network" else name for name in BUILDERS
+        "the path of an architecture.json from metabridge search" if name == "cell_network" else name
+        for name in BUILDERS
     }
     assert head_names() == sorted(heads.Head.registry)
 

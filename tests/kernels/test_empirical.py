@@ -98,11 +98,12 @@ def test_results_do_not_depend_on_the_memory_limit(name: str, outputs: str) -> N
     make, shape = NETS[name]
     x, z = random_normal(1, 7, *shape), random_normal(2, 5, *shape)
     kernel = EmpiricalKernel(make(), outputs=outputs)  # type: ignore[arg-type]
+    symmetric, rectangular = kernel.ntk(x), kernel.ntk(x, z)
     for strategy in STRATEGIES:
         memory = minimum_memory(replace(kernel, strategy=strategy), x)
         tiled_kernel = replace(kernel, strategy=strategy, memory=memory)
-        assert relative_error(tiled_kernel.ntk(x), kernel.ntk(x)) < 1e-12
-        assert relative_error(tiled_kernel.ntk(x, z), kernel.ntk(x, z)) < 1e-12
+        assert relative_error(tiled_kernel.ntk(x), symmetric) < 1e-12
+        assert relative_error(tiled_kernel.ntk(x, z), rectangular) < 1e-12
 
 
 @pytest.mark.parametrize("name", NETS)

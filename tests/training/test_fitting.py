@@ -30,7 +30,7 @@ def tasks(glyphs):
 def test_training_on_sinusoids_beats_the_untrained_net():
     learner, net = method("maml", steps=3, lr=0.02), mlp(1, 1)
     before = evaluate(Model(learner, net, parameters(learner, net)), Sinusoid(), tasks=100)
-    run = fit(net, learner, Sinusoid(), iterations=150, batch_size=8, lr=5e-3, progress=False)
+    run = fit(net, learner, Sinusoid(), iterations=100, batch_size=8, lr=5e-3, progress=False)
     after = evaluate(run, Sinusoid(), tasks=100)
     assert after.metric == "squared error"
     assert after.beats(before)
