@@ -47,7 +47,7 @@ def differences(before: list[dict[str, Any]], after: list[dict[str, Any]], toler
 
 
 def main() -> None:
-    """Print a line for each result, and exit with status 1 if any number differs."""
+    """Print a line for each result, and exit with status 1 if any number differs or a result is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", type=Path)
     parser.add_argument("after", type=Path)
@@ -55,27 +55,27 @@ def main() -> None:
         "--tolerance", type=float, default=1e-6, help="relative and absolute tolerance (default: %(default)s)"
     )
     options = parser.parse_args()
-    failed = False
+    has_differences = False
     for file in sorted(options.before.glob("*.json")):
         before = rows(file)
         if not before:
             continue
-        other = options.after / file.name
-        if not other.exists():
+        file_after = options.after / file.name
+        if not file_after.exists():
             print(f"{file.stem}: missing in {options.after}")
-            failed = True
+            has_differences = True
             continue
-        after = rows(other)
+        after = rows(file_after)
         durations = sum(map(is_duration, before))
         before, after = ([row for row in result if not is_duration(row)] for result in (before, after))
         lines = differences(before, after, options.tolerance)
         is_identical = not differences(before, after, 0.0)
-        failed = failed or bool(lines)
+        has_differences = has_differences or bool(lines)
         verdict = "identical" if is_identical else f"equal up to {options.tolerance:g}" if not lines else "DIFFERENT"
         print(f"{file.stem}: {len(before)} rows {verdict}" + (f", {durations} durations ignored" if durations else ""))
         for line in lines:
             print(f"  {line}")
-    sys.exit(failed)
+    sys.exit(has_differences)
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ def torch_conv4(size: int, device: str) -> nn.Module:
 
 
 def with_metabridge(mode: str, flat: bool = False) -> Callable[[mb.Episodes, int], Callable[[], object]]:
-    """Return a function that makes a meta-step with metabridge, with its engine in this mode."""
+    """Return a function that, for given tasks and image size, returns a meta-step with metabridge in this mode."""
 
     def make(batch: mb.Episodes, size: int) -> Callable[[], object]:
         method = mb.method("maml", steps=STEPS, lr=LR)
@@ -192,8 +192,8 @@ def main() -> None:
             for name, turns in turns_by_name.items()
         }
         memory = {name: statistics.median(turn.peak for turn in turns) for name, turns in turns_by_name.items()}
-        others = [name for name in seconds if not name.startswith("metabridge")]
-        fastest, smallest = min(seconds[name] for name in others), min(memory[name] for name in others)
+        peers = [name for name in seconds if not name.startswith("metabridge")]
+        fastest, smallest = min(seconds[name] for name in peers), min(memory[name] for name in peers)
         for name in seconds:
             rows.append(
                 {

@@ -55,6 +55,7 @@ def operations(size: int) -> float:
     """Return the number of floating-point operations of the convolutions for one image, forward and backward."""
     multiplications, in_channels = 0, 3
     for width in WIDTHS:
+        # three 3×3 convolutions, the first of which has `in_channels` inputs, and the 1×1 convolution of the shortcut
         multiplications += size**2 * (10 * in_channels + 18 * width) * width
         in_channels, size = width, size // 2
     return 3 * 2 * multiplications

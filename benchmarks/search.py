@@ -51,7 +51,7 @@ from metabridge.threads import stream_over_threads
 
 ROUNDS = tuple(range(len(OPERATORS), 0, -1))  # number of operators on an edge in each round of a search
 MEASURED_ROUNDS = (7, 4, 1)
-REPEATS = 3
+REPEATS = 3  # repeats of every round in a search
 CONDITION = ConditionNumber("maml")
 PROGRESS = Console(stderr=True)
 
@@ -148,6 +148,8 @@ DEFAULT_WAYS = {"cpu": ["one Gram", "kernel", "gradients"], "cuda": ["gradients"
 
 def compare(operators: int, options: argparse.Namespace) -> dict[str, Any]:
     """Return seconds per candidate, their ratios, and relative differences of the condition numbers for one round.
+
+    Ratios and differences are those of each other way to the search.
 
     Args:
         operators: Number of operators on an edge.

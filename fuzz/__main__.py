@@ -51,11 +51,11 @@ def main() -> int:
     if options.json is not None and names == list(READERS):
         result = {
             "seed": options.seed,
-            "environment": asdict(Machine.current("cpu")),
+            "environment": asdict(Machine.current("cpu")),  # the machine; the key is the one in all result files
             "readers": [tally.row() for tally in tallies],
         }
         write_atomically(options.json, f"{json.dumps(result, indent=1)}\n".encode())
-    return int(any(tally.failed for tally in tallies))
+    return int(any(tally.num_failed for tally in tallies))
 
 
 def _print(tallies: list[Tally]) -> None:
@@ -76,7 +76,7 @@ def _replay(name: str, seed: int, number: int, out: Path) -> int:
     try:
         folder = out / f"{name}-{number}"
         (outcome,) = worker.run(name, number, number + 1, folder)
-        print(worker.errors.read_text(errors="replace"), file=sys.stderr)
+        print(worker.stderr_file.read_text(errors="replace"), file=sys.stderr)
     finally:
         worker.close()
     print(json.dumps(asdict(outcome), indent=1))

@@ -23,7 +23,7 @@ class Tally:
     """The counts of the outcomes of one reader. Failures at the same line of code are stored as one, with a count."""
 
     reader: str
-    inputs: int = 0
+    inputs: int = 0  # number of cases so far
     counts: dict[str, int] = field(default_factory=dict)  # by kind of outcome
     peak: int = 0  # largest memory of a case, in bytes
     failures: dict[str, dict[str, Any]] = field(default_factory=dict)  # by kind and line of code
@@ -41,13 +41,13 @@ class Tally:
             failure["count"] += 1
 
     @property
-    def failed(self) -> int:
+    def num_failed(self) -> int:
         """The number of failed cases."""
         return sum(self.counts.get(kind, 0) for kind in FAILURES)
 
     def row(self) -> dict[str, object]:
         """Return the counts as a row of the result file."""
-        kinds = {
+        kinds = {  # for each column of the result file, the kind of outcome that it counts
             "accepted_equal": "equal",
             "accepted_different": "different",
             "refused": "refused",
@@ -64,7 +64,15 @@ class Tally:
 
 
 class Campaign:
-    """A run of several readers. If its folder has counts for the same seed and code, the run is resumed."""
+    """A run of several readers. If its folder has counts for the same seed and code, the run is resumed.
+
+    Args:
+        readers: Where the workers import the dictionary of readers from, as "module:name".
+        names: Names of the readers to run.
+        inputs: Number of cases per reader.
+        seed: Seed of the random changes.
+        out: Folder of the counts.
+    """
 
     def __init__(self, readers: str, names: Iterable[str], *, inputs: int, seed: int, out: Path) -> None:
         self.readers, self.inputs, self.seed = readers, inputs, seed

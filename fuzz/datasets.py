@@ -66,7 +66,7 @@ def to_pickle(value: object, protocol: int = 2) -> bytes:
 
 
 PROTOCOLS = (2, 4, 5)
-ZEROS = 3 * 2**29  # unpacked size of a decompression bomb in bytes
+BOMB_BYTES = 3 * 2**29  # unpacked size of a decompression bomb
 BOMBS = (  # small pickles that take much memory or time, or run code, in a careless reader
     b"\x80\x04\x96\xff\xff\xff\xff\0\0\0\0.",  # a bytearray of 4 GiB
     b"\x80\x04\x8e\xff\xff\xff\xff\0\0\0\0.",
@@ -103,6 +103,7 @@ def _mini_files(train: object, protocol: int = 2) -> Files:
 
 def _hostile_mini(inputs: Sequence[Files]) -> list[Hostile]:
     images = np.asarray(_mini()["image_data"])
+    # unusual row numbers of the images of a class, and unusual dictionaries of all classes
     rows: tuple[Any, ...] = ([0.9], [-1], [4], ["0"], [None], [1e300], [float("nan")], 3, None, "01", [[0]])
     classes: tuple[Any, ...] = ({}, {3: [0]}, {None: [0]}, {("a",): [0]}, {"n01": {0: 1}}, {"n01": []})
     wrong_arrays: list[Any] = [images.astype(np.int64) + 200, images / 2, images[0], images[:0], images.astype("U")]
@@ -249,12 +250,12 @@ def change_archive(data: bytes, rng: random.Random) -> bytes:
 
 
 def _hostile_archives(inputs: Sequence[Files]) -> list[Hostile]:
-    python = "cifar-100-python"
-    huge, bomb = tarfile.TarInfo(f"{python}/train"), tarfile.TarInfo(f"{python}/train")
-    huge.size, bomb.size = 2**40, ZEROS
-    packed_bomb = gzip.compress(bomb.tobuf(), mtime=0) + gzip.compress(bytes(2**24), mtime=0) * (ZEROS // 2**24)
+    folder = "cifar-100-python"
+    huge, bomb = tarfile.TarInfo(f"{folder}/train"), tarfile.TarInfo(f"{folder}/train")
+    huge.size, bomb.size = 2**40, BOMB_BYTES
+    packed_bomb = gzip.compress(bomb.tobuf(), mtime=0) + gzip.compress(bytes(2**24), mtime=0) * (BOMB_BYTES // 2**24)
     links = [
-        _tar_gz(python, _cifar_parts() | {"train": target}, {"train": kind})
+        _tar_gz(folder, _cifar_parts() | {"train": target}, {"train": kind})
         for kind in (tarfile.LNKTYPE, tarfile.SYMTYPE)
         for target in (b"../../outside/secret.png", b"/dev/zero", b"train", b"meta")
     ]
@@ -265,9 +266,9 @@ def _hostile_archives(inputs: Sequence[Files]) -> list[Hostile]:
         packed_bomb,
         b"",
         gzip.compress(b"", mtime=0),
-        _tar_gz(python, {}),
+        _tar_gz(folder, {}),
     ]
-    return [Hostile({f"data/{python}.tar.gz": content}, "refused") for content in contents]
+    return [Hostile({f"data/{folder}.tar.gz": content}, "refused") for content in contents]
 
 
 def _drawings(part: str) -> list[tuple[str, bytes]]:
@@ -287,12 +288,12 @@ def _zip_bomb(name: str) -> bytes:
     """Return an archive of 1.5 MB whose only member is 1.5 GiB of zeros."""
     packer = zlib.compressobj(9, wbits=-15)
     block = packer.compress(bytes(2**24)) + packer.flush(zlib.Z_FULL_FLUSH)  # a block that can be repeated
-    data = bytearray(mutate.zip_archive([(name, block * (ZEROS // 2**24) + packer.flush())], zipfile.ZIP_STORED))
+    data = bytearray(mutate.zip_archive([(name, block * (BOMB_BYTES // 2**24) + packer.flush())], zipfile.ZIP_STORED))
     central = data.index(b"PK\x01\x02")
     for at in (8, central + 10):  # the compression method, in the header of the member and in the directory
         struct.pack_into("<H", data, at, zipfile.ZIP_DEFLATED)
     for at in (22, central + 24):  # the unpacked size, in both places
-        struct.pack_into("<I", data, at, ZEROS)
+        struct.pack_into("<I", data, at, BOMB_BYTES)
     return bytes(data)
 
 
@@ -346,9 +347,11 @@ def change_table(data: bytes, rng: random.Random) -> bytes:
 
 
 def _hostile_csv_dataset(inputs: Sequence[Files]) -> list[Hostile]:
-    good = ["a.png", "n1"]
-    rows = [[good, [file_name, "n2"]] for file_name in (*mutate.NAMES, "../../../outside/secret.png", "x" * 200_000)]
-    rows += [[good, ["b.png", file_name]] for file_name in (*mutate.NAMES, "x" * 200_000)]
+    valid_row = ["a.png", "n1"]
+    rows = [
+        [valid_row, [file_name, "n2"]] for file_name in (*mutate.NAMES, "../../../outside/secret.png", "x" * 200_000)
+    ]
+    rows += [[valid_row, ["b.png", file_name]] for file_name in (*mutate.NAMES, "x" * 200_000)]
     contents = [
         b"",
         b"filename,label\n",
@@ -359,7 +362,7 @@ def _hostile_csv_dataset(inputs: Sequence[Files]) -> list[Hostile]:
         b"filename,label\na.png\n",
     ]
     contents.append(b"filename,label" + b",x" * 20_000 + b"\n" + b"a.png,n1\n" * 20_000 + b"a.png\n")
-    valid_files = _csv_dataset([good])
+    valid_files = _csv_dataset([valid_row])
     return [
         *(Hostile(_csv_dataset(each)) for each in rows),
         *(Hostile({**valid_files, "data/train.csv": text}) for text in contents),
@@ -423,7 +426,7 @@ def change_parquet(data: bytes, rng: random.Random) -> bytes:
 
 def _repeated_row(image: bytes, label: object) -> bytes:
     """Return a file with one stored row that is repeated 1536 times."""
-    rows = pyarrow.array(np.zeros(ZEROS // 2**20, dtype=np.int32))
+    rows = pyarrow.array(np.zeros(BOMB_BYTES // 2**20, dtype=np.int32))
     columns = {
         name: pyarrow.DictionaryArray.from_arrays(rows, [value]) for name, value in (("image", image), ("label", label))
     }
@@ -530,6 +533,7 @@ def _glyph_caches(folder: Path) -> list[Files]:
 
 
 def _entries(*names: str, size: int | None = None) -> tuple[Callable[[Path], object], ...]:
+    """Return functions that load the folder of a case as each of these data sets, and one that checks it."""
     return (*(partial(load_dataset, name, size=size) for name in names), lambda folder: check_dataset(folder / "data"))
 
 
@@ -556,7 +560,7 @@ DATASET_READERS = (
         "mini-imagenet-csv",
         _entries("mini-imagenet", size=SIZE),
         lambda folder: [_csv_dataset([["a.png", "n1"], ["b.png", "n2"]])],
-        changer({".csv": change_table}, 0.7, prefix="data/t"),
+        changer({".csv": change_table}, 0.7, prefix="data/t"),  # changes train.csv or test.csv
         _hostile_csv_dataset,
     ),
     Reader(

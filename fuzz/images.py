@@ -31,7 +31,10 @@ SIZE = 8  # height and width of decoded images
 
 
 def encode(mode: str = "RGB", form: str = "png", value: int = 0, **options: object) -> bytes:
-    """Return the bytes of a small image file whose pixels differ."""
+    """Return the bytes of a small image file whose pixels differ.
+
+    `mode` and `form` are Pillow's names of the image mode and of the file format, and `value` is added to all pixels.
+    """
     grid = (np.arange(6 * 5 * 4, dtype=np.uint8) * 2 + value).reshape(5, 6, 4)
     image = Image.fromarray(grid, "RGBA").convert("RGB" if mode in ("P", "1", "F", "I", "I;16", "CMYK") else mode)
     if mode == "I;16":
@@ -223,7 +226,7 @@ def _with_other_sizes(content: bytes, offsets: Sequence[int], layout: str) -> li
 def _tiff_bombs() -> list[bytes]:
     """Return small files that declare huge images or tiles, and files of unsupported formats."""
     files = []
-    for content in _tiff_files()[:1] + _tiff_files()[8:10]:
+    for content in _tiff_files()[:1] + _tiff_files()[8:10]:  # without compression, with LZW and with deflate
         # Tag 256 is the width, 6 pixels, and tag 257 the height, 5 pixels; type 4 is 32 bits, and type 3 is 16 bits.
         for old, new in ((6, 60000), (6, 13000), (5, 60000)):
             files.append(
@@ -306,8 +309,9 @@ FOLDERS: tuple[Files, ...] = (
         for name in "ab"
     },
 )
+# File names that are invalid UTF-8 or contain escape codes or markup.
 RAW_NAMES = (b"\xff\xfe", b"\xc3", b"\x1b[31m", b"a\x80b", b"[\xff]")
-LINKS = (
+LINKS = (  # targets of symbolic links
     "..",
     ".",
     "../..",

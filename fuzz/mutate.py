@@ -140,7 +140,7 @@ def _splice(data: bytes, other: bytes, rng: random.Random) -> bytes:
     return data[: int(fraction * len(data))] + other[int(rng.choice((fraction, rng.random())) * len(other)) :]
 
 
-RAW_CHANGES: tuple[Change, ...] = (
+RAW_CHANGES: tuple[Change, ...] = (  # a change that is listed twice is chosen twice as often
     *(_flip_bits, _flip_bits, _set_bytes, _set_number, _set_number),
     *(_delete, _duplicate, _insert, _fill, _truncate, _append),
 )

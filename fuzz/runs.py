@@ -172,7 +172,7 @@ def _hostile_tensors(name: str) -> Callable[[Sequence[Files]], list[Hostile]]:
         wrong_sizes = [(size).to_bytes(8, "little") + content[8:] for size in (0, 1, 2**30, 2**63, 2**64 - 1)]
         with_header = lambda value: (lambda text: len(text).to_bytes(8, "little") + text)(json.dumps(value).encode())  # noqa: E731
         huge = {"params.head.weight": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]}}
-        others = [
+        invalid_contents = [
             *wrong_sizes,
             b"",
             with_header({}),
@@ -197,7 +197,7 @@ def _hostile_tensors(name: str) -> Callable[[Sequence[Files]], list[Hostile]]:
             lambda tensors: {key.replace("moments.0", "moments.x"): value for key, value in tensors.items()},
         ]
         return [
-            *(Hostile({**files, name: other}, "refused") for other in others),
+            *(Hostile({**files, name: invalid}, "refused") for invalid in invalid_contents),
             *(Hostile(_with_tensors(files, name, edit), "any") for edit in edits),
         ]
 
@@ -479,6 +479,7 @@ JSON: dict[str, mutate.Change] = {".json": mutate.change_json, ".jsonl": mutate.
 
 
 def _texts(name: str) -> Callable[[Sequence[Files]], list[Hostile]]:
+    """Return a function that returns hand-written inputs: the file `name` with each of `INVALID_TEXTS`."""
     return lambda inputs: [Hostile({name: text}, "refused") for text in INVALID_TEXTS]
 
 

@@ -139,7 +139,14 @@ class Watch:
 
 
 class Sandbox:
-    """Runs cases in this process and determines their outcomes."""
+    """Runs cases in this process and determines their outcomes.
+
+    Args:
+        readers: Where to import the dictionary of readers from, as "module:name".
+        seed: Seed of the random changes.
+        folder: Folder in which the folder of each case is created.
+        seconds: Processor time after which a case counts as a hang.
+    """
 
     def __init__(self, readers: str, seed: int, folder: Path, seconds: int) -> None:
         module, _, name = readers.partition(":")
@@ -173,7 +180,7 @@ class Sandbox:
         before = _listing(self.outside)
         self.log.texts.clear()
         self.watch.violations.clear()
-        start = _reset_peak()
+        start_memory = _reset_peak()
         kind: Kind
         description = where = ""
         _limit_memory(_virtual_size() + MEMORY + SPARE)
@@ -182,9 +189,9 @@ class Sandbox:
         try:
             result = self.readers[name].entries[case.entry](self.folder)
             self.watch.active = False
-            equal = digest(result) in self.valid_digests[name, case.entry]
-            kind = "equal" if equal else "different"
-            if case.expected == "refused" or (case.expected == "same" and not equal):
+            is_equal = digest(result) in self.valid_digests[name, case.entry]
+            kind = "equal" if is_equal else "different"
+            if case.expected == "refused" or (case.expected == "same" and not is_equal):
                 kind, description = "silent", f"accepted, but {_expectation(case.expected)}"
         except InputError as error:
             kind, description = "memory" if _is_memory_error(error) else "refused", str(error)
@@ -197,8 +204,8 @@ class Sandbox:
             self.watch.active = False
             signal.setitimer(signal.ITIMER_PROF, 0)
             _limit_memory(resource.RLIM_INFINITY)
-        peak = max(0, _peak() - start)
-        if peak > MEMORY or any(_MEMORY.search(text) for text in self.log.texts):
+        peak = max(0, _peak() - start_memory)
+        if peak > MEMORY or any(_MEMORY_ERROR.search(text) for text in self.log.texts):
             kind, description = "memory", description or "more than 1 GiB was allocated or requested"
         if self.watch.violations:
             kind, description = self.watch.violations[0]
@@ -218,7 +225,7 @@ class _Log(logging.Handler):
         self.texts.append(record.getMessage())
 
 
-_MEMORY = re.compile(
+_MEMORY_ERROR = re.compile(
     r"MemoryError|not enough memory|out of memory|malloc of size|"
     r"allocate (?:memory|bytes)|cannot allocate|can't allocate",
     re.IGNORECASE,
@@ -228,7 +235,7 @@ _MEMORY = re.compile(
 def _is_memory_error(error: BaseException | None) -> bool:
     """Return whether an error was caused by a failed allocation."""
     while error is not None:
-        if isinstance(error, MemoryError) or _MEMORY.search(str(error)):
+        if isinstance(error, MemoryError) or _MEMORY_ERROR.search(str(error)):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -256,6 +263,7 @@ def _limit_memory(limit: int) -> None:
 
 
 def _virtual_size() -> int:
+    """Return the size of this process's address space in bytes, which `_limit_memory` limits."""
     with open("/proc/self/statm", "rb") as stream:
         return int(stream.read().split()[0]) * resource.getpagesize()
 
@@ -268,6 +276,7 @@ def _reset_peak() -> int:
 
 
 def _peak() -> int:
+    """Return the peak memory of this process in bytes, or 0 if the system does not tell."""
     with open("/proc/self/status", "rb") as stream:
         for line in stream:
             if line.startswith(b"VmHWM:"):

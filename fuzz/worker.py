@@ -22,13 +22,19 @@ POLL_SECONDS = 0.5  # interval between checks of a process without output
 
 
 class Worker:
-    """A process that runs cases. If it has died, the next call starts a new one."""
+    """A process that runs cases. If it has died, the next call starts a new one.
+
+    Args:
+        readers: Where the process imports the dictionary of readers from, as "module:name".
+        seed: Seed of the random changes.
+        seconds: Processor time or idle time after which a case counts as a hang.
+    """
 
     def __init__(self, readers: str, seed: int, seconds: int = SECONDS) -> None:
         self.readers, self.seed, self.seconds = readers, seed, seconds
         parent = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a file system in memory, if there is one
         self.folder = Path(tempfile.mkdtemp(prefix="metabridge-fuzz-", dir=parent))
-        self.errors = self.folder / "stderr"
+        self.stderr_file = self.folder / "stderr"
         self.process: subprocess.Popen[str] | None = None
         self.lines: queue.Queue[str | None] = queue.Queue()
 
@@ -77,9 +83,9 @@ class Worker:
                 str(self.folder),
                 str(self.seconds),
             ]
-            with self.errors.open("w") as errors:
+            with self.stderr_file.open("w") as stderr:
                 self.process = subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
                 )
             self.lines = queue.Queue()
             threading.Thread(target=_forward, args=(self.process, self.lines), daemon=True).start()
@@ -88,7 +94,7 @@ class Worker:
         self.process.stdin.flush()
         answer = self.lines.get()
         if answer is None:
-            raise RuntimeError(f"the valid inputs of {reader} cannot be read:\n{self.errors.read_text()}")
+            raise RuntimeError(f"the valid inputs of {reader} cannot be read:\n{self.stderr_file.read_text()}")
         return int(answer)
 
     def _next_line(self) -> str | None:
@@ -96,24 +102,25 @@ class Worker:
 
         The process ends itself after `seconds` of processor time. Waiting for a processor does not count as idle.
         """
-        idle, last_ticks = 0.0, -1
+        idle_seconds, last_ticks = 0.0, -1
         while True:
             with suppress(queue.Empty):
                 return self.lines.get(timeout=POLL_SECONDS)
             assert self.process is not None
             ticks = _ticks(self.process.pid)
-            idle = idle + POLL_SECONDS if ticks == last_ticks and _is_asleep(self.process.pid) else 0.0
+            is_idle = ticks == last_ticks and _is_asleep(self.process.pid)
+            idle_seconds = idle_seconds + POLL_SECONDS if is_idle else 0.0
             last_ticks = ticks
-            if idle >= self.seconds:
+            if idle_seconds >= self.seconds:
                 self.process.send_signal(signal.SIGPROF)  # its handler prints the traceback and ends the process
-                idle = 0.0
+                idle_seconds = 0.0
 
     def _death_outcome(self, reader: str, case: int) -> Outcome:
         """Return the outcome of a case in which the process died."""
         assert self.process is not None
         status = self.process.wait()
         self.process = None
-        text = self.errors.read_text(errors="replace")
+        text = self.stderr_file.read_text(errors="replace")
         frames = re.findall(r'File "([^"]*)", line (\d+) in (\S+)', text)
         library_frames = [frame for frame in frames if "/metabridge/" in frame[0]] or frames or [("", "", "")]
         file, line, function = library_frames[0]

@@ -112,8 +112,8 @@ NETS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "branching": (lambda: build_seeded(Branching), (2, 11, 11)),
     "discarded output": (lambda: build_seeded(DiscardedOutput), (2, 9, 9)),
 }
-OUTPUTS = ("mean", "sum", "full")
-STRATEGIES = ("gradients", "products")
+OUTPUTS = ("mean", "sum", "full")  # see `explicit_kernel`
+STRATEGIES = ("gradients", "products")  # two ways in which `EmpiricalKernel` can compute the same kernel
 
 
 def explicit_kernel(net: nn.Module, x: Tensor, z: Tensor, outputs: str, keep: Callable[[str], bool]) -> Tensor:

@@ -109,6 +109,7 @@ def crashes(folder: Path) -> object:
 
 
 def change(files: Files, rng: random.Random, all_files: Sequence[Files]) -> tuple[Files, Expected]:
+    """Return a damaged file. "same" means that a reader must return the data of the good file or refuse to read."""
     return {"file": damage(b"good", rng)}, "same"
 
 

@@ -14,7 +14,7 @@ from metabridge.nas import EDGES, OPERATORS, ActiveOperators, SearchConfig
 from metabridge.report.results import Machine
 from metabridge.training.head_selection import SplitAccuracy
 
-MACHINE = Machine("abacus", "0", "0", None)
+MACHINE = Machine("abacus", torch="0", python="0", commit=None)  # of made-up results
 SEARCH = SearchConfig(channels=2, tasks=1, ways=2, repeats=1, region_inputs=20, operators=("skip",))
 
 
@@ -70,6 +70,19 @@ def shrink_experiments(patch: pytest.MonkeyPatch, glyphs: LabeledImages) -> list
 def make_record(accuracy: float) -> TrainingRecord:
     """Return the record of a training run with this accuracy ± 1 %."""
     scores = tuple(
-        SplitAccuracy(split, shots, accuracy, 0.01, 10, 0.1) for split in ("validation", "test") for shots in (1, 5)
+        SplitAccuracy(split, shots, accuracy, ci95=0.01, tasks=10, penalty=0.1)
+        for split in ("validation", "test")
+        for shots in (1, 5)
     )
-    return TrainingRecord("", {}, MACHINE, 1.0, "none", 2, 3, (), scores, None)
+    return TrainingRecord(
+        name="",
+        plan={},
+        environment=MACHINE,
+        minutes=1.0,
+        images="none",
+        iterations=2,
+        parameters=3,
+        curve=(),
+        scores=scores,
+        evaluation_seconds=None,
+    )

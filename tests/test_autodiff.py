@@ -13,6 +13,7 @@ def inner(p):
 
 
 def outer(p):
+    """Return `inner` after a gradient step, so that the gradient of this function contains second derivatives."""
     gradient = grad(inner, p)
     updated = {name: p[name] - 0.1 * gradient[name] for name in p}
     return inner(updated)

@@ -44,7 +44,7 @@ def test_the_help_shows_what_to_type_for_a_value(metabridge):
     assert "--kernel maml|anil|ntk Kernel to compute. Can be repeated. Default: all." in help_texts["score"]
 
 
-def test_an_error_about_a_key_of_option_does_not_name_the_flag_of_the_same_name(metabridge):
+def test_an_error_about_a_method_option_does_not_name_the_flag_of_the_same_name(metabridge):
     options = ("--method", "maml", "--device", "cpu")
     assert metabridge("train", *options, "--lr", -1)[2].startswith("metabridge train: --lr is -1.0, but")
     for pair in (("--option", "lr=-1"), ("--option=lr=-1",), ("-olr=-1",)):
@@ -226,7 +226,7 @@ def test_an_interrupt_ends_in_one_line_and_status_130(metabridge, tmp_path, monk
     assert metabridge("demo", "--out", tmp_path, "--device", "cpu") == (130, "", "metabridge demo: interrupted.\n")
 
 
-def test_only_and_minutes_are_refused_by_an_experiment_that_is_computed_as_a_whole(metabridge, tmp_path):
+def test_the_options_only_and_minutes_are_refused_by_an_experiment_that_is_computed_as_a_whole(metabridge, tmp_path):
     for option in (("--only", "maml"), ("--minutes", 1)):
         status, _, errors = metabridge("reproduce", "glyphs", "--out", tmp_path, *option)
         assert status == 2

@@ -18,7 +18,7 @@ def test_a_slice_selects_tasks():
     assert torch.equal(episodes[-1].support_x, episodes.support_x[-1:])
 
 
-def test_without_split_both_sets_contain_all_examples():
+def test_without_split_returns_two_equal_sets_of_all_examples():
     episodes = clusters((4,))
     joint = episodes.without_split()
     assert joint.support_x.shape[1] == episodes.support_x.shape[1] + episodes.query_x.shape[1]
@@ -31,12 +31,12 @@ def test_without_split_both_sets_contain_all_examples():
 
 def test_map_targets_changes_neither_the_inputs_nor_whether_the_sets_are_split():
     episodes = clusters((2,))
-    for tasks in (episodes, episodes.without_split()):
-        mapped = tasks.map_targets(lambda y: y + 1)
-        assert torch.equal(mapped.support_y, tasks.support_y + 1)
-        assert torch.equal(mapped.query_y, tasks.query_y + 1)
-        assert mapped.support_x is tasks.support_x
-        assert mapped.is_split == tasks.is_split
+    for original in (episodes, episodes.without_split()):
+        mapped = original.map_targets(lambda y: y + 1)
+        assert torch.equal(mapped.support_y, original.support_y + 1)
+        assert torch.equal(mapped.query_y, original.query_y + 1)
+        assert mapped.support_x is original.support_x
+        assert mapped.is_split == original.is_split
 
 
 def test_the_representation_is_one_short_line():
@@ -77,7 +77,7 @@ def test_the_error_names_the_wrong_shape_or_dtype(arguments, message):
     assert message in str(error.value)
 
 
-def test_the_same_inputs_with_other_targets_are_split():
+def test_sets_with_equal_inputs_but_different_targets_count_as_split():
     x, y = torch.randn(3, 6, 2), torch.randn(3, 6, 1)
     episodes = Episodes(x, y, x, y + 1)
     assert episodes.is_split

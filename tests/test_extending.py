@@ -115,9 +115,9 @@ def test_every_reader_of_a_data_set_is_registered_and_tested():
 def test_every_builder_of_a_network_is_registered_and_tested():
     for name in modules_of(models):
         module = importlib.import_module(f"metabridge.models.{name}")
-        for name, function in public_functions(module).items():
-            if inspect.signature(function).return_annotation == "Network" and name != "supernet":
-                assert BUILDERS.get(name) is function, f"decorate {name} with @stores_build_arguments"
+        for function_name, function in public_functions(module).items():
+            if inspect.signature(function).return_annotation == "Network" and function_name != "supernet":
+                assert BUILDERS.get(function_name) is function, f"decorate {function_name} with @stores_build_arguments"
     for name in BUILDERS:
         assert is_used(name, "models"), f"no test of models uses {name}"
 

@@ -44,14 +44,14 @@ def test_writing_to_a_link_replaces_its_target_and_keeps_the_link(tmp_path):
 
 
 @POSIX
-def test_pipes_and_terminals_are_streamed_to_and_folders_refused(tmp_path):
-    pipe, read = tmp_path / "pipe", []
+def test_pipes_and_terminals_receive_the_content_and_folders_are_refused(tmp_path):
+    pipe, received = tmp_path / "pipe", []
     os.mkfifo(pipe)
-    reader = threading.Thread(target=lambda: read.append(pipe.read_bytes()))
+    reader = threading.Thread(target=lambda: received.append(pipe.read_bytes()))
     reader.start()
     write_atomically(pipe, b"content")
     reader.join()
-    assert read == [b"content"]
+    assert received == [b"content"]
     assert stat.S_ISFIFO(pipe.stat().st_mode)
     master, slave = os.openpty()
     link = tmp_path / "terminal"
@@ -132,11 +132,11 @@ def test_an_existing_file_keeps_its_mode_and_a_new_file_follows_the_umask(tmp_pa
         file.chmod(mode)
         write_atomically(file, b"new")
         assert stat.S_IMODE(file.stat().st_mode) == mode
-    before = os.umask(0o027)
+    previous_umask = os.umask(0o027)
     try:
         write_atomically(tmp_path / "new", b"new")
     finally:
-        os.umask(before)
+        os.umask(previous_umask)
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o640
 
 
@@ -166,7 +166,7 @@ def test_readers_see_complete_files_while_several_threads_write(tmp_path):
 def test_content_is_flushed_to_disk_before_the_rename(tmp_path, monkeypatch):
     calls: list[str] = []
     sync, replace = os.fsync, os.replace
-    monkeypatch.setattr(os, "fsync", lambda number: (calls.append("sync"), sync(number)))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (calls.append("sync"), sync(descriptor)))
     monkeypatch.setattr(os, "replace", lambda *paths: (calls.append("replace"), replace(*paths)))
     write_atomically(tmp_path / "file", b"content")
     assert calls[:2] == ["sync", "replace"]
@@ -181,7 +181,7 @@ sys.stdin.read()
 """
 
 
-def test_a_locked_folder_is_refused_with_the_name_of_the_holder_until_it_ends(tmp_path):
+def test_a_locked_folder_is_refused_until_the_process_that_holds_the_lock_ends(tmp_path):
     for end in (lambda holder: holder.stdin.close(), lambda holder: holder.kill()):
         with python(HOLD_LOCK_PROGRAM, tmp_path) as holder:
             assert holder.stdout.readline() == "locked\n"
@@ -254,16 +254,16 @@ def test_a_damaged_lock_file_is_reported_as_held_by_another_process(tmp_path, te
 
 @POSIX  # Windows does not move a folder that contains an open file
 def test_a_lock_does_not_cover_a_new_folder_in_place_of_the_moved_one(tmp_path):
-    run, first = tmp_path / "run", FolderLock(tmp_path / "run")
-    first.check()
+    run, old_lock = tmp_path / "run", FolderLock(tmp_path / "run")
+    old_lock.check()
     run.rename(tmp_path / "moved")
     with pytest.raises(InputError, match=r"run is not the one that was locked: .* Start again, or choose another"):
-        first.check()
-    with FolderLock(run) as second:
+        old_lock.check()
+    with FolderLock(run) as new_lock:
         with pytest.raises(InputError, match="is not the one that was locked"):
-            first.check()
-        first.release()
-        second.check()
+            old_lock.check()
+        old_lock.release()
+        new_lock.check()
         with pytest.raises(InputError, match="is in use by"):
             FolderLock(run)
 
@@ -271,11 +271,11 @@ def test_a_lock_does_not_cover_a_new_folder_in_place_of_the_moved_one(tmp_path):
 def test_releasing_a_lock_with_a_relative_path_after_chdir_leaves_other_locks(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path)
-    first = FolderLock("run")
+    lock = FolderLock("run")
     monkeypatch.chdir("elsewhere")
-    with FolderLock("run") as second:
-        first.release()
-        second.check()
+    with FolderLock("run") as other_lock:  # of the folder elsewhere/run
+        lock.release()
+        other_lock.check()
 
 
 def test_a_link_or_pipe_in_place_of_the_lock_file_is_refused(tmp_path):
@@ -305,17 +305,17 @@ def test_temporary_files_of_killed_processes_are_removed(tmp_path):
         assert killed.wait() == -signal.SIGKILL
     (leftover,) = tmp_path.iterdir()
     old = tmp_path / f".state.{killed.pid}.part"  # the naming scheme of earlier versions
-    living = [tmp_path / f".state.{os.getpid()}.part", tmp_path / f".state.{os.getpid()}.{'0' * 16}.part"]
+    of_this_process = [tmp_path / f".state.{os.getpid()}.part", tmp_path / f".state.{os.getpid()}.{'0' * 16}.part"]
     others = [tmp_path / "download.part", tmp_path / ".film.part"]
-    for file in (old, *living, *others):
+    for file in (old, *of_this_process, *others):
         file.touch()
     with FolderLock(tmp_path):
         pass
-    assert set(tmp_path.iterdir()) == {*living, *others}
+    assert set(tmp_path.iterdir()) == {*of_this_process, *others}
     assert leftover.name.startswith(".weights.")
 
 
-def test_without_support_for_locks_there_is_a_warning(tmp_path, monkeypatch, caplog):
+def test_a_file_system_without_support_for_locks_gives_a_warning(tmp_path, monkeypatch, caplog):
     fcntl = pytest.importorskip("fcntl")
 
     def unsupported(*_):
@@ -348,7 +348,7 @@ print(os.path.exists(os.path.join(sys.argv[1], ".lock")))
 
 @POSIX
 @pytest.mark.parametrize("kind", ["link", "pipe"])
-def test_without_follow_links_and_pipes_are_replaced(tmp_path, kind):
+def test_links_and_pipes_are_replaced_if_follow_is_false(tmp_path, kind):
     victim, file = tmp_path / "victim", tmp_path / "metrics.jsonl"
     victim.write_bytes(b"mine")
     if kind == "link":

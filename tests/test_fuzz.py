@@ -32,8 +32,8 @@ def worker():
 @pytest.mark.parametrize("name", READERS)
 def test_damaged_and_hostile_files_are_refused_or_read_within_limits(worker, name):
     cases = worker.prepare(name) + RANDOM_CASES
-    failed = [outcome for outcome in worker.run(name, 0, cases) if outcome.kind in FAILURES]
-    assert not failed
+    failures = [outcome for outcome in worker.run(name, 0, cases) if outcome.kind in FAILURES]
+    assert not failures
 
 
 @pytest.fixture(scope="module")
@@ -88,14 +88,14 @@ def test_cases_generated_from_runs_are_reproducible(tmp_path, monkeypatch):
 def test_a_stopped_run_continues_to_the_same_counts(tmp_path):
     def run_campaign(inputs, out):
         campaign = Campaign(PLANTED, ["sound", "traceback"], inputs=inputs, seed=3, out=out)
-        before = {name: tally.inputs for name, tally in campaign.tallies.items()}
+        inputs_before = {name: tally.inputs for name, tally in campaign.tallies.items()}
         campaign.run(workers=1)
-        return before, {name: tally.row() for name, tally in campaign.tallies.items()}
+        return inputs_before, {name: tally.row() for name, tally in campaign.tallies.items()}
 
     run_campaign(20, tmp_path / "parts")
-    before, resumed = run_campaign(50, tmp_path / "parts")
+    inputs_before, resumed = run_campaign(50, tmp_path / "parts")
     _, complete = run_campaign(50, tmp_path / "complete")
-    assert before == {"sound": 20, "traceback": 20}
+    assert inputs_before == {"sound": 20, "traceback": 20}
     peaks = [row.pop("peak_mib") for rows in (resumed, complete) for row in rows.values()]
     assert resumed == complete
     assert max(peaks) < 64

@@ -49,4 +49,4 @@ def test_rank_correlations_depend_only_on_the_order(coefficient):
 def test_the_interval_of_a_rank_correlation_is_as_wide_as_for_independent_values():
     y = torch.rand(20, generator=torch.Generator().manual_seed(0)).tolist()
     _, low, high = rank_correlation("Spearman", [float(x) for x in range(20)], y, resamples=500, seed=0)
-    assert 0.7 < high - low < 1.2  # about 2 · 1.96/√19 if x and y are independent
+    assert 0.7 < high - low < 1.2  # about 2 · 1.96/√(n − 1) for n = 20 independent pairs

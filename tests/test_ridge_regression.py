@@ -31,9 +31,9 @@ def test_ridge_weight_is_differentiable_in_all_arguments_and_maps_over_tasks(n, 
 @pytest.mark.parametrize(("n", "d"), [(5, 64), (64, 5)])
 def test_ridge_weight_and_its_derivative_replay_from_a_cuda_graph(n, d):
     generator = torch.Generator().manual_seed(0)
-    x, other, y = (torch.randn(8, n, size, generator=generator).cuda() for size in (d, d, 3))
+    x, new_x, y = (torch.randn(8, n, size, generator=generator).cuda() for size in (d, d, 3))
     penalty, leaf = torch.tensor(0.7, device="cuda"), x.clone().requires_grad_()
-    side_stream = torch.cuda.Stream()
+    side_stream = torch.cuda.Stream()  # for the warm-up that PyTorch requires before a capture
     side_stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side_stream):
         torch.autograd.grad(ridge_weight(leaf, y, penalty).square().sum(), leaf)
@@ -41,8 +41,8 @@ def test_ridge_weight_and_its_derivative_replay_from_a_cuda_graph(n, d):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         (gradient,) = torch.autograd.grad(ridge_weight(leaf, y, penalty).square().sum(), leaf)
-    leaf.data.copy_(other)
+    leaf.data.copy_(new_x)
     graph.replay()
-    new_leaf = other.clone().requires_grad_()
+    new_leaf = new_x.clone().requires_grad_()
     (expected,) = torch.autograd.grad(ridge_weight(new_leaf, y, penalty).square().sum(), new_leaf)
     torch.testing.assert_close(gradient, expected)

@@ -66,8 +66,8 @@ def _autograd_vjp(
 ) -> tuple[Callable[[Any], Any], Any]:
     """Return the vector-Jacobian product and the value of `function` at `arguments`.
 
-    For a scalar value, the product accepts None as the cotangent 1. If `retain_graph` is false, it can be called only
-    once.
+    For a scalar value, the product accepts None as the cotangent 1. If `retain_graph` is false, the product can be
+    called only once.
     """
     leaves, spec = tree_flatten(arguments)
     # If an argument requires a gradient, an outer derivative is being computed: do not detach the argument from it.

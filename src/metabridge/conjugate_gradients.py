@@ -113,7 +113,7 @@ def _iterate(
         solution = [x + step_size * d for x, d in zip(solution, direction)]
         residual = [r - step_size * Ad for r, Ad in zip(residual, A_direction)]
         preconditioned = precondition(residual)
-        previous, squared_residual = squared_residual, dot(residual, preconditioned)
-        ratio = torch.where(unsolved, squared_residual / previous, 0)
-        direction = [z + ratio * d for z, d in zip(preconditioned, direction)]
+        previous_squared_residual, squared_residual = squared_residual, dot(residual, preconditioned)
+        residual_ratio = torch.where(unsolved, squared_residual / previous_squared_residual, 0)
+        direction = [z + residual_ratio * d for z, d in zip(preconditioned, direction)]
     return solution, squared_residual <= threshold

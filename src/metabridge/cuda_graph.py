@@ -20,8 +20,8 @@ class CapturedGraph(Generic[T]):
     def __init__(self, compute: Callable[[], T], *, warmup: int = 3) -> None:
         current = torch.cuda.current_stream()
         # The default stream cannot be captured, so a new one is used instead. Any other current stream is captured
-        # itself, since each stream has one workspace for matrix products: graphs captured on different streams can be
-        # replayed at the same time.
+        # itself. Each stream has its own workspace for matrix products, so graphs that were captured on different
+        # streams can be replayed at the same time.
         stream = torch.cuda.Stream() if current == torch.cuda.default_stream() else current
         # During the warmup, libraries create handles and select algorithms by benchmarks: neither is possible in a
         # capture, and other work on the GPU would distort the benchmarks.

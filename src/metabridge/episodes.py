@@ -143,6 +143,7 @@ class Episodes:
         if len(parts) == 1:
             return parts[0]
         tensors = [torch.cat(field_tensors) for field_tensors in zip(*(part.tensors() for part in parts))]
+        # If `is_split` is false, `tensors()` omits the query sets, which are then the support sets.
         return cls(*tensors) if parts[0].is_split else cls(*tensors[:2], *tensors)
 
     def without_split(self) -> Episodes:

@@ -30,6 +30,7 @@ log = logging.getLogger("metabridge")
 
 STDOUT = "-"  # path that stands for standard output
 LOCK_FILE = ".lock"
+# Earlier versions wrote names without the 16 hexadecimal digits.
 _TEMPORARY_NAME = re.compile(r"\..*\.(\d+)(\.[0-9a-f]{16})?\.part")  # group 1 is the ID of the writing process
 _UNSUPPORTED_LOCK_ERRNOS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 

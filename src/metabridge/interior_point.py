@@ -124,13 +124,13 @@ def solve_qp(
         system = KKTFactors.factor(Q + torch.diag_embed((multiplier / slack).sum(-3) + proximal), A)
         stationarity, equality = _residuals(Q, e, A, r, alpha, dual, sign * multiplier)
         complementarity = slack * multiplier
-        mean = complementarity.sum((-3, -2, -1)) / finite_count
+        mean = complementarity.sum((-3, -2, -1)) / finite_count  # over the finite bounds
         if tolerance is not None:
             error = torch.maximum(torch.maximum(stationarity.abs().amax((-2, -1)), equality.abs().amax(-1)), mean)
             if (error <= tolerance * alpha.abs().amax((-2, -1)).clamp_min(1)).all():
                 break
 
-        # Predictor: a step towards zero complementarity.
+        # Predictor: a step towards zero complementarity. `constant` is the step of the multipliers for constant slacks.
         constant = -multiplier
         alpha_step, _ = system.solve((sign * constant).sum(-3) - stationarity, -equality)
         slack_step = finite * sign * alpha_step[..., None, :, :]

@@ -68,8 +68,8 @@ def rank_correlation(
 ) -> tuple[float, float, float]:
     """Return the rank correlation of x and y, and the lower and upper end of its 95 % interval.
 
-    The interval is from a bootstrap over the pairs. If all values of x or of y are equal, the correlation is undefined
-    and counts as 0.
+    The interval is from a bootstrap with `resamples` random selections of the pairs. If all values of x or of y are
+    equal, the correlation is undefined and counts as 0.
 
     >>> rank_correlation("Kendall", [1.0, 2.0, 4.0, 5.0], [1.0, 3.0, 9.0, 8.0], resamples=100, seed=0)[0]
     0.66...

@@ -13,8 +13,8 @@ def ridge_weight(features: Tensor, targets: Tensor, penalty: Tensor) -> Tensor:
     factored.
 
     Args:
-        features: X, (..., n, d).
-        targets: Y, (..., n, k).
+        features: X, (..., n, d): d features of n examples.
+        targets: Y, (..., n, k): k targets per example.
         penalty: A scalar tensor. A penalty smaller than the rounding errors of the matrix is increased to their size.
 
     >>> import torch
@@ -34,8 +34,8 @@ def ridge_dual(gram: Tensor, targets: Tensor, penalty: Tensor) -> tuple[Tensor, 
     of the centered features and Ȳ the mean target. Each row of A sums to 0, so X itself need not be centered in AX.
 
     Args:
-        gram: XXᵀ, (..., n, n).
-        targets: Y, (..., n, k).
+        gram: XXᵀ, (..., n, n), where the rows of X are the features of n examples.
+        targets: Y, (..., n, k): k targets per example.
         penalty: A scalar tensor. A penalty smaller than the rounding errors of the matrix is increased to their size.
 
     >>> import torch

@@ -82,12 +82,12 @@ def stream_over_threads(
 
     pool = thread_pool(threads)
     futures = [pool.submit(compute, items[start::threads]) for start in range(threads)]
-    running = threads
+    running_threads = threads
     try:
-        while running:
+        while running_threads:
             message = results.get()
             if message is None:
-                running -= 1
+                running_threads -= 1
                 continue
             result, error = message
             if error is not None:

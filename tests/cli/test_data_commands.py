@@ -27,6 +27,7 @@ def test_the_exit_status_is_0_without_problems(check, root):
     assert last == "No problems found."
     assert "2-way 1-shot tasks" in printed
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in printed.splitlines() if "│" in line]
+    # split, classes, images, images of the smallest, median and largest class, and whether tasks can be sampled
     assert rows == [["train", "2", "9", "4", "4.5", "5", "yes"], ["test", "2", "8", "4", "4", "4", "yes"]]
     assert "modes: RGB (17)\nsizes: 8×8 (17)\n" in printed
 
@@ -67,7 +68,7 @@ def test_the_default_tasks_are_those_of_evaluate(check, tmp_path):
     assert "test: 5-shot tasks with 15 queries need 20 images per class" in printed
 
 
-def test_the_format_can_be_specified_in_two_ways(check, root):
+def test_the_format_can_be_specified_by_a_prefix_or_an_option(check, root):
     expected = check(root, *TASKS)
     assert check(f"folder:{root}", *TASKS) == check(root, *TASKS, "--format", "folder") == expected
     status, _, errors = check(root, "--format", "png")

@@ -36,7 +36,7 @@ def test_two_runs_are_reported_with_classes_calibration_and_paired_differences(m
     assert printed.splitlines()[-1] == f"All results, including the accuracy of every class, are in {file}"
 
 
-def test_only_several_runs_have_a_column_of_differences(metabridge, runs):
+def test_the_table_of_several_runs_has_a_column_of_differences_and_that_of_one_run_has_none(metabridge, runs):
     one, two = (
         metabridge("evaluate", *names, "--shots", 1, *EVALUATE)[1] for names in ([runs["mtl"]], [runs["mtl"]] * 2)
     )
@@ -51,18 +51,18 @@ def test_a_run_does_not_differ_from_itself_on_any_task(metabridge, runs, tmp_pat
 
 
 def test_heads_penalties_copies_and_mirror_images_are_passed_to_the_evaluation(metabridge, runs, monkeypatch):
-    import metabridge.training.assessment as module
+    import metabridge.training.assessment as assessment
 
-    recorded, original = [], module.assess
+    recorded, original = [], assessment.assess
 
     def record_and_assess(run, environment, **options):
         recorded.append((run.method.test_solver, options["augmentation"].copies, options["augmentation"].mirrored))
         return original(run, environment, **options)
 
-    monkeypatch.setattr(module, "assess", record_and_assess)
+    monkeypatch.setattr(assessment, "assess", record_and_assess)
     options = ["--head", "svm", "--penalty", 0.25, "--copies", 2, "--mirrored"]
     assert metabridge("evaluate", runs["mtl"], "--shots", 1, *EVALUATE, *options)[0] == 0
-    assert recorded == [(SVM(C=4.0), 2, True)]
+    assert recorded == [(SVM(C=4.0), 2, True)]  # C is 1 / penalty
 
 
 @pytest.mark.parametrize(
@@ -132,12 +132,12 @@ def test_evaluating_on_training_classes_raises_an_error(metabridge, photographs,
         status, _, errors = metabridge("evaluate", out / method, *options)
         assert status == 2
         assert f"class 'train 1' is in the test split, but the run in {out / method} was trained on it" in errors
-        other = ("evaluate", out / method, *options, "--data", photographs)
-        status, printed, errors = metabridge(*other)
+        with_data = ("evaluate", out / method, *options, "--data", photographs)
+        status, printed, errors = metabridge(*with_data)
         assert (status, printed) == (2, "")
         assert "1 of 4 classes in the test split, such as 'train 1', have names of classes that the run in" in errors
         assert "add --allow-same-names if only the names are the same." in errors
-        assert metabridge(*other, "--allow-same-names")[0] == 0
+        assert metabridge(*with_data, "--allow-same-names")[0] == 0
         assert metabridge("evaluate", out / method, *options, "--split", "train")[0] == 0
 
 

@@ -61,14 +61,14 @@ def test_all_commands_work_with_unusual_names(metabridge, unusual_images, tmp_pa
         *TRAIN, "--method", "mtl", "--data", unusual_images, "--size", 16, *shape, "--out", run
     )
     assert status == 0
-    trained = {f"train {os.fsdecode(name)}" for name in NAMES} | {"[/train]"}
-    assert set(json.loads((run / "settings.json").read_bytes())["tasks"]["class_names"]) == trained
+    training_classes = {f"train {os.fsdecode(name)}" for name in NAMES} | {"[/train]"}
+    assert set(json.loads((run / "settings.json").read_bytes())["tasks"]["class_names"]) == training_classes
     options = ("--tasks", 20, "--queries", 2, "--shots", 1, "--device", "cpu")
     status, evaluated, evaluation_errors = metabridge("evaluate", run, *options, "--json", tmp_path / "r.json")
     assert status == 0
-    known = json.loads((tmp_path / "r.json").read_bytes())[0]["classes"]
-    assert set(known) == {name.replace("train", "test") for name in trained}
-    assert printable(min(known, key=known.get)) in evaluated
+    accuracies = json.loads((tmp_path / "r.json").read_bytes())[0]["classes"]
+    assert set(accuracies) == {name.replace("train", "test") for name in training_classes}
+    assert printable(min(accuracies, key=accuracies.get)) in evaluated
     query = ("--query", unusual_images / "test", "--device", "cpu")
     status, adapted, adaptation_errors = metabridge(
         "adapt", run, "--support", unusual_images / "train", *query, "--out", out, "--save", tmp_path / "[/]saved"
@@ -118,7 +118,7 @@ def test_tables_are_complete_at_every_terminal_width(monkeypatch, capsys, width)
     assert rows[0][0].replace(" ", "") in joined.replace(" ", "")
     tables = [line for line in printed.splitlines() if line.startswith(("┃", "│"))]
     assert all(len(line) <= width for line in tables)
-    assert bool(tables) == (width >= 80)
+    assert bool(tables) == (width >= 80)  # in narrower terminals, rows are printed as lists
 
 
 @pytest.mark.parametrize("command", [("methods",), ("data", "check", "{root}", "--ways", 2, "--queries", 1)])

@@ -73,7 +73,7 @@ DAMAGES = {
     "source": (lambda s: s["tasks"]["data"].update(color="red"), "its data {'name': 'glyphs'"),
     "names": (lambda s: s["tasks"].update(class_names=7), "class_names of its tasks is 7"),
     "outputs": (lambda s: s["model"].update(outputs="x"), "its settings cannot be read"),
-    "depth": (lambda s: s["model"].update(filters=10**9), "too large to build"),
+    "filters": (lambda s: s["model"].update(filters=10**9), "too large to build"),
 }
 
 
@@ -273,7 +273,7 @@ def test_the_next_command_quotes_paths_with_spaces(metabridge, photographs, tmp_
     assert "Best score on 4 validation tasks (3-way)" in printed
 
 
-def test_a_run_is_not_continued_with_as_many_other_classes(metabridge, photographs, tmp_path):
+def test_a_run_is_not_continued_if_a_class_was_renamed(metabridge, photographs, tmp_path):
     command = (*TRAIN, "--ways", 3, "--shots", 1, "--size", 16, "--data", photographs, "--out", tmp_path / "run")
     assert metabridge(*command)[0] == 0
     (photographs / "train" / "train 1").rename(photographs / "train" / "other")
@@ -289,7 +289,7 @@ def test_a_search_in_the_folder_of_a_run_raises_an_error(metabridge, runs):
 
 
 def test_the_folder_of_a_command_that_failed_before_its_first_step_can_be_used_again(metabridge, tmp_path, monkeypatch):
-    monkeypatch.setattr("metabridge.learners.engine.Engine.__call__", lambda *_: _fail())
+    monkeypatch.setattr("metabridge.learners.engine.Engine.__call__", lambda *_: _run_out_of_memory())
     status, _, errors = metabridge(*TRAIN, "--method", "mtl", "--lr", 0.5, "--out", tmp_path / "run")
     assert status == 2
     assert "not enough memory. Use smaller images" in errors
@@ -297,7 +297,7 @@ def test_the_folder_of_a_command_that_failed_before_its_first_step_can_be_used_a
     assert metabridge(*TRAIN, "--method", "mtl", "--out", tmp_path / "run")[0] == 0
 
 
-def _fail() -> None:
+def _run_out_of_memory() -> None:
     raise RuntimeError("out of memory")
 
 

@@ -36,7 +36,7 @@ def make_images(count: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def write_python(root: Path, *, text_keys: bool = True) -> Path:
-    """Write pickles with text keys, as Python 2 did, or with bytes keys."""
+    """Write pickles with text keys, like the published files, or with bytes keys."""
     folder = root / "cifar-100-python"
     folder.mkdir(parents=True)
 
@@ -75,7 +75,7 @@ def pack(folder: Path) -> Path:
 
 LAYOUTS = {
     "python": write_python,
-    "python 3": lambda root: write_python(root, text_keys=False),
+    "python with bytes keys": lambda root: write_python(root, text_keys=False),
     "within a folder": lambda root: write_python(root).parent,
     "binary": write_binary,
     "python archive": lambda root: pack(write_python(root)),
@@ -92,6 +92,7 @@ def test_every_layout_gives_the_same_classes_and_images(tmp_path, layout):
     assert images.images.shape == (600, 3, 32, 32)
     expected = [FINE_NAMES[number] for number in images.images[:, 0, 0, 0].tolist()]
     assert expected == [images.class_names[label] for label in images.labels]
+    # both files have an image 0 of each class
     assert Counter(images.images[:, 1, 9, 9].tolist()) == {0: 200, 1: 100, 2: 100, 3: 100, 4: 100}
     superclass_of = {
         name: images.superclass_names[index] for name, index in zip(images.class_names, images.superclasses)
@@ -115,6 +116,7 @@ def test_fs_cifar100_has_80_training_classes_with_held_out_images_and_20_test_cl
     assert splits["test"] == names_in(load("fc100", tmp_path))["test"]
     assert splits["validation"] == {f"{name} (held out)" for name in splits["train"]}
     counts = torch.bincount(images.labels)
+    # of the 5 + 1 images of a class
     assert {split: set(counts[labels].tolist()) for split, labels in images.splits.items()} == {
         "train": {4},
         "validation": {2},
@@ -132,7 +134,8 @@ def test_fs_cifar100_has_80_training_classes_with_held_out_images_and_20_test_cl
 def test_images_are_named_by_file_and_row(tmp_path, write):
     source = module.open_source(write(tmp_path), "cifar-fs")
     names = [image.name for image in source.images()]
-    assert names[:6] == [*(f"train: row {100 * count}" for count in range(TRAIN_COUNT)), "test: row 0"]
+    # the images of a class are 100 rows apart, because `make_images` alternates between the 100 classes
+    assert names[:6] == [*(f"train: row {100 * index}" for index in range(TRAIN_COUNT)), "test: row 0"]
 
 
 def test_a_file_that_ends_in_the_middle_of_an_image_is_rejected(tmp_path):

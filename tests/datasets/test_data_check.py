@@ -20,6 +20,7 @@ def test_a_data_set_without_problems_is_fine(root):
     report = check_dataset(root, ways=1, shots=1, queries=2)
     assert report.fine
     assert (report.data, report.description) == ("folder", "folders of images, split into train, validation, test")
+    # name, number of classes and of images, and the fewest, the median and the most images per class
     assert [split[:6] for split in report.splits] == [
         ("train", 3, 16, 3, 4, 9),
         ("validation", 1, 5, 5, 5, 5),
@@ -43,9 +44,9 @@ def test_too_few_classes_or_images_are_reported_for_each_split(root):
     )
 
 
-@pytest.mark.parametrize(("classes", "fine"), [(2, True), (1, False)])
-def test_validation_may_have_fewer_classes_than_ways_but_not_one(tmp_path, classes, fine):
-    sizes = {"train": 3, "val": classes, "test": 3}
+@pytest.mark.parametrize(("validation_classes", "fine"), [(2, True), (1, False)])
+def test_validation_may_have_fewer_classes_than_ways_but_at_least_two(tmp_path, validation_classes, fine):
+    sizes = {"train": 3, "val": validation_classes, "test": 3}
     root = write_tree(
         tmp_path, {f"{split}/{split}{index}": 4 for split, count in sizes.items() for index in range(count)}
     )
@@ -128,7 +129,7 @@ def test_nothing_is_written(root, tmp_path, monkeypatch):
 
 def test_the_suggested_min_images_leaves_the_stated_number_of_classes(tmp_path):
     for label in range(20):
-        count = 2 if label < 9 else 4
+        count = 2 if label < 9 else 4  # tasks need 1 + 3 images per class
         for index in range(count):
             file = tmp_path / "all" / f"class {label}" / f"{index}.png"
             file.parent.mkdir(parents=True, exist_ok=True)

@@ -73,7 +73,7 @@ def test_a_changed_image_is_decoded_again(tmp_path):
     assert values_of(load(root), "cat") == [200]
 
 
-def test_corrupt_images_and_empty_classes_are_skipped_or_rejected(tmp_path, caplog):
+def test_corrupt_images_and_empty_classes_are_skipped_but_rejected_if_strict(tmp_path, caplog):
     root = write_tree(tmp_path / "data", {"cat": 2, "dog": 1, "yeti": 0})
     (root / "cat" / "bad.png").write_bytes(encoded(flat(9, 64))[:50])
     (root / "cat" / "gone.png").symlink_to(root / "nowhere.png")

@@ -96,9 +96,9 @@ def test_every_image_has_ink_and_background_and_fits_into_its_frame(glyphs):
     assert images.mean(dim=(1, 2)).min() > 0.01
     assert images.mean(dim=(1, 2)).max() < 0.6
     assert images.amax(dim=(1, 2)).min() > 0.5
-    inner = images[:, 1:-1, 1:-1].sum(dim=(1, 2)) / images.sum(dim=(1, 2))
-    assert inner.mean() > 0.995
-    assert inner.min() > 0.8
+    share_inside_border = images[:, 1:-1, 1:-1].sum(dim=(1, 2)) / images.sum(dim=(1, 2))
+    assert share_inside_border.mean() > 0.995
+    assert share_inside_border.min() > 0.8
 
 
 def test_the_images_of_a_character_all_differ(glyphs):
@@ -177,6 +177,7 @@ def test_a_cache_file_with_other_content_is_drawn_again(drawn_seeds, tmp_path):
 def test_a_decompression_bomb_in_the_cache_is_not_unpacked(drawn_seeds, tmp_path, monkeypatch, method):
     load_glyphs(cache=tmp_path)
     (file,) = tmp_path.iterdir()
+    # one byte more than the limit, or a compression method with which zipfile does not limit the unpacked size
     with zipfile.ZipFile(file, "w", method) as archive:
         archive.writestr("superclasses.npy", bytes(2**26 + 1 if method == zipfile.ZIP_DEFLATED else 1))
     with monkeypatch.context() as patch:
@@ -217,7 +218,7 @@ def test_a_failed_write_leaves_no_file(drawn_seeds, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unknown_data_set_is_rejected_with_a_list_of_the_known_ones():
+def test_an_unknown_data_set_is_rejected():
     with pytest.raises(
         InputError, match="the data set is 'glyph', which is neither the name of a data set nor an existing path"
     ):
@@ -235,6 +236,7 @@ def test_no_corruption_of_the_cache_gives_other_glyphs(tmp_path, drawn_seeds, mo
     (file,) = tmp_path.iterdir()
     content = file.read_bytes()
     rng = np.random.default_rng(0)
+    # The last 300 bytes are in the directory of the zip archive.
     positions = [*rng.integers(len(content), size=15), *range(len(content) - 300, len(content), 20)]
     for position in positions:
         changed = bytearray(content)

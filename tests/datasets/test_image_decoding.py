@@ -27,6 +27,7 @@ def transparent_palette() -> bytes:
     return encoded(image, transparency=1)
 
 
+# Kind of image -> its file and its color in RGB. In 16 or 32 bits, 0x6464 = 257 · 100 is the brightness 100 of 255.
 FILES = {
     "gray": (encoded(solid_image("L", 100)), (100, 100, 100)),
     "1 bit": (encoded(solid_image("1", 1)), (255, 255, 255)),
@@ -250,6 +251,7 @@ def jpeg_with_scans(size: int, scans: int) -> bytes:
             tiff_with_tiles(2**31).replace(struct.pack("<HHII", 322, 4, 1, 2**31), b"\x42\1\2\0\4\0\0\0aaa\0"),
             "the width or height of its tiles is not an integer",
         ),
+        # 1024² pixels × 4106 scans is just above the limit 2³²
         (jpeg_with_scans(1024, 4100), "it has 4106 scans of 1024 × 1024 pixels, too many to decode"),
     ],
     ids=["long PNG", "BMP that skips lines", "long array", "tile size is text", "JPEG of many scans"],

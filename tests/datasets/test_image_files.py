@@ -190,13 +190,13 @@ def irregular_file(request, tmp_path) -> Path:
     return file
 
 
-def test_pipes_and_devices_are_not_opened(irregular_file, monkeypatch):
+def test_pipes_devices_and_folders_are_not_opened(irregular_file, monkeypatch):
     monkeypatch.setattr(os, "open", lambda *_: pytest.fail("it was opened"))
     with pytest.raises(OSError, match="it is not a regular file"):
         read_image_file(irregular_file)
 
 
-def test_only_regular_files_are_opened(irregular_file):
+def test_pipes_devices_and_folders_are_rejected(irregular_file):
     with pytest.raises(OSError, match="it is not a regular file"):
         read_image_file(irregular_file)
     with pytest.raises(InputError, match=r"a\.png cannot be read \(it is not a regular file\)"):

@@ -84,7 +84,7 @@ def test_a_path_without_a_data_set_is_rejected_with_a_list_of_formats(tmp_path):
         detect(tmp_path / "notes.txt")
 
 
-def test_a_folder_without_readable_images_is_named_by_its_path(tmp_path, empty_cache):
+def test_a_folder_without_readable_images_is_rejected_with_its_path(tmp_path, empty_cache):
     (tmp_path / "cat").mkdir()
     (tmp_path / "cat" / "1.png").write_bytes(b"no image")
     with pytest.raises(InputError, match=rf"^{re.escape(str(tmp_path))} has no readable image \(1 tried; "):

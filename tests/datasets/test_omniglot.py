@@ -19,7 +19,7 @@ ALPHABETS = {
 
 
 def drawing(position: int) -> bytes:
-    """Return an image file with a black horizontal stroke in the upper left, on white."""
+    """Return a white image file with a black horizontal stroke at the left, `5 * position` pixels from the top."""
     image = Image.new("1", (105, 105), 1)
     image.paste(0, (0, 5 * position, 50, 5 * position + 8))
     return encoded(image)
@@ -60,7 +60,7 @@ def test_the_last_sixth_of_the_background_alphabets_is_for_validation(root):
         "test": {"Greek", "Tengwar"},
     }
     assert images.superclass_names[images.superclasses[images.class_names.index("Greek/character02")]] == "Greek"
-    assert torch.bincount(images.labels).tolist() == 18 * [2]
+    assert torch.bincount(images.labels).tolist() == 18 * [2]  # 9 alphabets of 2 characters
 
 
 def test_ink_is_white_on_black_in_28_pixels(root):
@@ -166,4 +166,4 @@ def test_the_whole_of_omniglot_is_decoded_once(monkeypatch):
         "validation": 151,
         "test": 659,
     }
-    assert images.images.float().mean() < 50
+    assert images.images.float().mean() < 50  # most pixels are background, which is 0

@@ -173,7 +173,7 @@ def test_an_image_shared_by_many_rows_takes_little_memory(tmp_path, rows):
     assert (tmp_path / "a.parquet").stat().st_size < 2**17
     allocated_before = pyarrow.default_memory_pool().bytes_allocated()
     raw_images = module._read_images(tmp_path / "a.parquet", "a", rows * [0])
-    if rows == 2:
+    if rows == 2:  # the limit, at least 2^26 bytes, admits two images of 2^25 bytes
         assert len(list(raw_images)) == 2
     else:
         assert len(next(raw_images).content) == 2**25

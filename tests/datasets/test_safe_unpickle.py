@@ -85,7 +85,7 @@ def test_a_pickle_that_refers_to_code_is_rejected_and_nothing_is_run(tmp_path, f
         b"cnumpy\nndarray.tofile\n.",
     ],
 )
-def test_every_instruction_that_names_a_global_is_guarded(tmp_path, data):
+def test_every_instruction_that_names_a_global_rejects_code(tmp_path, data):
     with pytest.raises(InputError, match="which is code, not data"):
         unpickle(data.replace(b"{file}", bytes(tmp_path / "created")), "a.pkl")
     assert not Path(tmp_path, "created").exists()

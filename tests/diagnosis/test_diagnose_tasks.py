@@ -113,7 +113,9 @@ def test_a_deviance_is_minus_twice_the_log_likelihood():
     roots = torch.randn(2, 3, 3, generator=generator).double()
     covariances = roots @ roots.mT
     deviances = gaussian_deviances(regression_moments(points, points[..., :1]), covariances)
-    normals = [torch.distributions.MultivariateNormal(torch.zeros(3).double(), each) for each in covariances]
+    normals = [
+        torch.distributions.MultivariateNormal(torch.zeros(3).double(), covariance) for covariance in covariances
+    ]
     exact = torch.stack([-2 * normal.log_prob(points).mean(1) for normal in normals], 1)
     torch.testing.assert_close(deviances[:, 0] - deviances[:, 1], exact[:, 0] - exact[:, 1])
 
@@ -161,7 +163,7 @@ def test_intervals_contain_the_ratio_with_their_nominal_probability(task_count, 
         covered_count += ratio.low <= exact <= ratio.high
         widths.append((ratio.high - ratio.low) / ratio.value)
     assert covered_count >= stats.binom.interval(0.999, 30, 0.95)[0]  # 30 intervals of 95 %
-    assert sorted(widths)[15] < max_median_width  # and the intervals are not too wide
+    assert sorted(widths)[15] < max_median_width  # the median of the 30 widths
 
 
 def test_intervals_include_the_uncertainty_of_covariances():
@@ -216,9 +218,9 @@ def test_the_numbering_of_the_classes_does_not_change_the_moments_of_pairs():
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(3, 40, 4, generator=generator).double()
     labels = torch.arange(5).repeat(3, 8)
-    renamed = torch.tensor([3, 0, 4, 1, 2])[labels]
-    assert not torch.equal(labels.argsort(dim=1, stable=True), renamed.argsort(dim=1, stable=True))
-    first, second = pair_moments(features, labels), pair_moments(features, renamed)
+    renumbered = torch.tensor([3, 0, 4, 1, 2])[labels]
+    assert not torch.equal(labels.argsort(dim=1, stable=True), renumbered.argsort(dim=1, stable=True))
+    first, second = pair_moments(features, labels), pair_moments(features, renumbered)
     torch.testing.assert_close(first.covariance, second.covariance)
     torch.testing.assert_close(first.cross_moment, second.cross_moment)
 
@@ -257,14 +259,15 @@ def test_costs_are_those_of_the_presets():
     net = mb.models.mlp(4, 2, width=8)
     by_name = {cost.method: cost for cost in method_costs(("rfs", "anil", "maml", "fo-maml"), net, 0)}
     net_size, head_size = sum(value.numel() for value in net.parameters()), 8 * 2 + 2
+    # MAML takes five steps; each costs a gradient and, in training, a Hessian-vector product, which counts as two more
     assert (by_name["maml"].adapted_parameters, by_name["maml"].test_gradients, by_name["maml"].training_gradients) == (
         net_size,
         5,
-        16,
+        1 + 5 * 3,
     )
     assert (by_name["anil"].adapted_parameters, by_name["anil"].test_gradients) == (head_size, 0)
     assert by_name["rfs"].training_gradients == 1
-    assert 1 < by_name["anil"].training_gradients < by_name["fo-maml"].training_gradients == 6
+    assert 1 < by_name["anil"].training_gradients < by_name["fo-maml"].training_gradients == 1 + 5
 
 
 def test_costs_count_hessian_vector_products_and_the_parameters_that_adapt_at_test_time():
@@ -274,7 +277,7 @@ def test_costs_count_hessian_vector_products_and_the_parameters_that_adapt_at_te
     assert (nal.adapted_parameters, nal.test_gradients) == (8 * 2 + 2, 0)  # its solver adapts only the head
     nal, anil = method_costs(("nal", "anil"), None, 7)
     assert (nal.adapted_parameters, nal.test_gradients, nal.training_gradients) == (7, 10, 1)
-    assert (anil.adapted_parameters, anil.test_gradients, anil.training_gradients) == (7, 5, 16)
+    assert (anil.adapted_parameters, anil.test_gradients, anil.training_gradients) == (7, 5, 1 + 5 * 3)
 
 
 def test_kernel_predictions_are_compared_with_regression_on_the_support_set(monkeypatch):
@@ -291,7 +294,7 @@ def test_kernel_predictions_are_compared_with_regression_on_the_support_set(monk
 def test_the_html_report_contains_its_figures_and_the_json_file_the_numbers(diagnosis, tmp_path):
     html = diagnosis_page.write(diagnosis, tmp_path).read_text()
     sources = re.findall(r'(?:src|srcset|href)="([^"]*)"', html)
-    assert len(sources) == 2 * 3
+    assert len(sources) == 2 * 3  # three figures, each for the light and the dark theme
     for source in sources:
         assert base64.b64decode(source.removeprefix("data:image/png;base64,"), validate=True).startswith(b"\x89PNG")
     assert diagnosis.advice.headline in html
@@ -359,11 +362,11 @@ def test_classes_without_superclasses_cannot_be_grouped_by_them(glyphs, supercla
 
 def test_tasks_without_any_signal_do_not_change_the_groups():
     moments, is_hard = moments_of(HARD_EASY, 200, 40)
-    empty = torch.zeros(200, dtype=torch.bool)
-    empty[[3, 77]] = True
-    changed = replace(moments, cross_moment=torch.where(empty[:, None, None], 0, moments.cross_moment))
+    has_no_signal = torch.zeros(200, dtype=torch.bool)
+    has_no_signal[[3, 77]] = True
+    changed = replace(moments, cross_moment=torch.where(has_no_signal[:, None, None], 0, moments.cross_moment))
     assert convergence_rates(changed).isfinite().all()
-    assert torch.equal(convergence_rates(changed)[~empty], convergence_rates(moments)[~empty])
+    assert torch.equal(convergence_rates(changed)[~has_no_signal], convergence_rates(moments)[~has_no_signal])
     assert (find_hard_tasks(changed) == is_hard).all()
 
 
@@ -409,25 +412,25 @@ def test_nothing_is_recommended_if_bootstrap_samples_disagree(adapting_samples):
 
 
 def test_a_ratio_without_upper_bound_is_a_reason_or_a_problem():
-    undecided = make_advice(make_prediction(2.0, [*99 * [1.0], 1e9]))
-    assert undecided.adapts is None
-    assert "no upper bound" in undecided.headline
-    adaptive = make_advice(make_prediction(1e9, [*99 * [1e9], 1.3]))
-    assert adaptive.adapts is True
-    assert any("no upper bound" in reason for reason in adaptive.reasons)
-    negligible = make_advice(make_prediction(2.0, [*99 * [1.0], 1e9], gain=1e-6))
-    assert negligible.adapts is False
-    bounded = make_advice(make_prediction(2.0, [2.0, 3.0]))
-    assert not any("upper bound" in reason for reason in bounded.reasons)
+    undecided_advice = make_advice(make_prediction(2.0, [*99 * [1.0], 1e9]))  # an interval from 1 to infinity
+    assert undecided_advice.adapts is None
+    assert "no upper bound" in undecided_advice.headline
+    adaptive_advice = make_advice(make_prediction(1e9, [*99 * [1e9], 1.3]))  # an interval from 1.3 to infinity
+    assert adaptive_advice.adapts is True
+    assert any("no upper bound" in reason for reason in adaptive_advice.reasons)
+    negligible_gain_advice = make_advice(make_prediction(2.0, [*99 * [1.0], 1e9], gain=1e-6))
+    assert negligible_gain_advice.adapts is False
+    bounded_ratio_advice = make_advice(make_prediction(2.0, [2.0, 3.0]))
+    assert not any("upper bound" in reason for reason in bounded_ratio_advice.reasons)
 
 
 def test_a_negligible_gain_is_not_worth_adaptation():
     recommendation = make_advice(make_prediction(9.0, [9.0], gain=0.0004))
     assert (recommendation.adapts, recommendation.method) == (False, "nal")
     assert any("negligible" in reason for reason in recommendation.reasons)
-    larger_gain = make_advice(make_prediction(9.0, [9.0], gain=0.01))
-    assert larger_gain.adapts is True
-    assert not any("negligible" in reason for reason in larger_gain.reasons)
+    larger_gain_advice = make_advice(make_prediction(9.0, [9.0], gain=0.01))
+    assert larger_gain_advice.adapts is True
+    assert not any("negligible" in reason for reason in larger_gain_advice.reasons)
 
 
 def test_nothing_is_recommended_if_there_are_problems():
@@ -443,6 +446,7 @@ def test_maml_is_recommended_if_its_kernel_prediction_is_clearly_better():
         return [KernelPrediction(name, "accuracy", 0.5, 0.1, value, margin) for name, value in gains.items()]
 
     prediction = make_prediction(9.0, [9.0])
+    # the gain of ANIL is 0.3, and the half-width of the interval of the difference is about 0.14
     assert make_advice(prediction, *kernels(0.5)).method == "maml"
     assert make_advice(prediction, *kernels(0.4)).method == "anil"
     assert make_advice(prediction, *kernels(0.1)).method == "anil"
@@ -623,6 +627,7 @@ def test_nothing_is_recommended_if_the_variance_of_the_noise_is_infinite(seed, m
 
 def test_heavy_tails_of_inputs_and_targets_are_distinguished():
     def heavy_tailed(environment, count: int = 60) -> set[str]:
+        """Return "inputs" if they are heavy-tailed, and "targets" if they are."""
         unsplit = environment.sample(count, torch.Generator().manual_seed(0)).without_split()
         moments = regression_moments(unsplit.support_x.double(), unsplit.support_y)
         estimate = LandscapeEstimate(moments, torch.arange(count) % 2 == 0, 100)
@@ -631,6 +636,7 @@ def test_heavy_tails_of_inputs_and_targets_are_distinguished():
     assert heavy_tailed(ModifiedTasks()) == heavy_tailed(ModifiedTasks(example_scale=spiked)) == set()
     assert heavy_tailed(ModifiedTasks(noise=cauchy)) == {"targets"}
     assert heavy_tailed(ModifiedTasks(example_scale=cauchy)) == {"inputs", "targets"}
+    # about one task in 20 has much larger inputs and targets than the others
     assert heavy_tailed(ModifiedTasks(task_scale=lambda u: 100.0 * (u < 1 / 20) + 1.0)) == {"inputs", "targets"}
     assert heavy_tailed(linear_tasks(replace(SAME_CENTER, dimension=1))) == set()
 
@@ -644,7 +650,10 @@ def test_curvatures_of_few_examples_are_not_too_large():
 
 
 def test_a_step_that_diverges_on_single_tasks_is_reported(monkeypatch):
-    """10 % of the tasks have inputs with eight times the variance, which hardly changes the mean covariance."""
+    """10 % of the tasks have inputs with eight times the variance, which hardly changes the mean covariance.
+
+    The step diverges on those of them that are easy, about 5 % of all tasks, where α·λ_max is about 0.9 · 8 = 7.2.
+    """
     monkeypatch.setattr(estimates, "BOOTSTRAP_SAMPLES", 10)
     environment = ModifiedTasks(task_scale=lambda u: torch.where(u < 0.1, 8**0.5, 1.0))
     diagnosis = diagnose(environment, alpha=0.9, tasks=200)
@@ -688,7 +697,7 @@ def test_intervals_of_few_tasks_are_expanded():
         interval = exact_estimate(*(5 + easy_count) * [1.0])._interval(0.5, samples)
         tail = percentile_tail(5)
         assert (interval.low, interval.high) == pytest.approx((tail, 1 - tail))
-    assert tail < 0.002
+    assert tail < 0.002  # without the expansion, it would be 0.025
 
 
 def test_the_probability_of_hard_tasks_is_the_weight_of_the_first_part():
@@ -704,8 +713,8 @@ def test_the_probability_of_hard_tasks_is_the_weight_of_the_first_part():
     diagnosis = diagnose(Mixture(parts, (3.0, 1.0)), groups="parts", alpha=0.9, tasks=200)
     assert diagnosis.nal == pytest.approx(exact[0], rel=0.1)
     assert diagnosis.maml == pytest.approx(exact[1], rel=0.1)
-    equal_weights = hard_easy_risks(HARD_EASY, 0.9, 100)
-    assert equal_weights.maml != pytest.approx(exact[1], rel=0.2)
+    risks_of_equal_weights = hard_easy_risks(HARD_EASY, 0.9, 100)
+    assert risks_of_equal_weights.maml != pytest.approx(exact[1], rel=0.2)
 
 
 @pytest.mark.parametrize("best_ridge", RIDGES)

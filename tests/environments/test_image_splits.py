@@ -15,6 +15,7 @@ def test_classes_of_all_splits_are_grouped_by_superclass(glyphs):
         assert {glyphs.superclass_names[index] for index in glyphs.superclasses[classes].tolist()} == {name}
 
 
+# A quarter of the images of a class is held out, but at least `min_held_out`: max(600/4, 60) and max(20/4, 10).
 @pytest.mark.parametrize(("images_per_class", "min_held_out", "held_out"), [(600, 60, 150), (20, 10, 10)])
 def test_images_of_training_classes_are_held_out_and_those_of_test_classes_are_not(
     images_per_class, min_held_out, held_out

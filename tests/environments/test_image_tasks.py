@@ -74,7 +74,7 @@ def test_every_class_is_equally_likely_at_every_way(data):
     assert tasks.classes is not None
     for way in range(4):
         frequencies = torch.bincount(tasks.classes[:, way], minlength=10) / 20_000
-        assert (frequencies - 0.1).abs().max() < 5 * (0.1 * 0.9 / 20_000) ** 0.5
+        assert (frequencies - 0.1).abs().max() < 5 * (0.1 * 0.9 / 20_000) ** 0.5  # five standard errors
 
 
 def test_every_image_of_a_class_is_equally_likely(data):
@@ -96,6 +96,7 @@ def test_same_superclass_tasks_use_the_superclasses_with_enough_classes(data):
     assert (superclasses == superclasses[:, :1]).all()
     # In train, superclasses 0 and 1 have 3 and 4 classes; 2 and 3 have fewer than 3.
     frequencies = torch.bincount(superclasses[:, 0], minlength=4) / 4000
+    # five standard errors: 5 · √(0.5 · 0.5/4000) ≈ 0.04
     assert frequencies.tolist() == pytest.approx([0.5, 0.5, 0, 0], abs=0.04)
 
 
@@ -109,9 +110,9 @@ def test_different_superclass_tasks_never_repeat_a_superclass(data):
 
 def test_the_same_seed_gives_the_same_tasks_and_another_seed_gives_different_tasks(data):
     environment: Environment = data.tasks("train", ways=3, shots=1, queries=2)
-    first, same_seed, other_seed = (environment.sample(30, seeded(seed)) for seed in (1, 1, 2))
-    assert all(torch.equal(one, two) for one, two in zip(first.tensors(), same_seed.tensors()))
-    assert not torch.equal(first.support_x, other_seed.support_x)
+    tasks, same_seed, other_seed = (environment.sample(30, seeded(seed)) for seed in (1, 1, 2))
+    assert all(torch.equal(one, two) for one, two in zip(tasks.tensors(), same_seed.tensors()))
+    assert not torch.equal(tasks.support_x, other_seed.support_x)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -211,7 +212,7 @@ def test_batches_sample_the_images_of_the_split_uniformly(data):
     in_split = torch.isin(data.labels, torch.tensor(SPLITS["train"]))
     assert (counts[~in_split] == 0).all()
     expected = 400 * 50 / int(in_split.sum())
-    assert (counts[in_split] - expected).abs().max() < 5 * expected**0.5
+    assert (counts[in_split] - expected).abs().max() < 5 * expected**0.5  # about five standard deviations
     assert batches.outputs == batches.classes == 10
 
 

@@ -17,10 +17,10 @@ def test_indexed_tasks_have_the_indices_of_the_images_of_the_tasks(glyphs):
     assert torch.equal(indexed.query_y, with_images.query_y)
 
 
-def test_with_sort_keys_labels_are_ranks_of_the_mean_keys_of_the_support_images(glyphs):
+def test_labels_are_the_ranks_of_the_mean_sort_keys_of_the_support_images(glyphs):
     sort_keys = torch.randn(len(glyphs.images), generator=seeded())
     tasks = IndexedTasks(glyphs.tasks("test", shots=2, queries=1), sort_keys).sample(8, seeded(1))
-    means = sort_keys[tasks.support_x[..., 0].long()].unflatten(1, (5, 2)).mean(-1)
+    means = sort_keys[tasks.support_x[..., 0].long()].unflatten(1, (5, 2)).mean(-1)  # of the 2 shots of each of 5 ways
     assert (means.diff(dim=1) > 0).all()
     support_classes = glyphs.labels[tasks.support_x[..., 0].long()].unflatten(1, (5, 2))
     query_classes = glyphs.labels[tasks.query_x[..., 0].long()]

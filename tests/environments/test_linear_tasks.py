@@ -13,7 +13,7 @@ from metabridge.learners import PRESETS, meta_gradient, method, parameters, pred
 from metabridge.models import mlp
 
 HARD_EASY = HardEasy(rho_hard=0.2, rho_easy=1.0, R=2.0, r_hard=0.5, r_easy=0.1, dimension=3)
-ENVIRONMENTS = [LinearTasks(HARD_EASY.landscape, 6, 4), LogisticTasks(HARD_EASY.landscape, 6, 4)]
+ENVIRONMENTS = [kind(HARD_EASY.landscape, shots=6, queries=4) for kind in (LinearTasks, LogisticTasks)]
 
 
 def seeded(seed: int = 0) -> torch.Generator:
@@ -120,8 +120,8 @@ def test_labels_are_one_with_the_logistic_probability():
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda environment: type(environment).__name__)
 def test_the_same_seed_gives_the_same_tasks_and_another_seed_gives_different_tasks(environment: Environment):
-    first, same_seed, other_seed = (environment.sample(8, seeded(seed)) for seed in (1, 1, 2))
-    for tensor, same, different in zip(first.tensors(), same_seed.tensors(), other_seed.tensors()):
+    tasks, same_seed, other_seed = (environment.sample(8, seeded(seed)) for seed in (1, 1, 2))
+    for tensor, same, different in zip(tasks.tensors(), same_seed.tensors(), other_seed.tensors()):
         assert torch.equal(tensor, same)
         assert not torch.equal(tensor, different)
 
@@ -136,7 +136,7 @@ def test_every_method_has_finite_gradients_and_predictions_of_the_right_shape_on
     episodes = environment.sample(4, seeded())
     result = meta_gradient(learner, net, params, episodes)
     assert all(grad.isfinite().all() for grad in result.gradients.values())
-    assert predict(learner, net, params, episodes).shape == (4, 4, 2)
+    assert predict(learner, net, params, episodes).shape == (4, 4, 2)  # tasks, queries, outputs
 
 
 @pytest.mark.parametrize("name", ["maml", "fo-maml", "anil", "reptile", "imaml", "r2d2", "nal", "burer-monteiro"])
@@ -146,7 +146,7 @@ def test_every_regression_method_has_finite_gradients_and_predictions_of_the_rig
     params = parameters(learner, net, classes=environment.classes)
     episodes = environment.sample(4, seeded())
     assert all(grad.isfinite().all() for grad in meta_gradient(learner, net, params, episodes).gradients.values())
-    assert predict(learner, net, params, episodes).shape == (4, 4, 1)
+    assert predict(learner, net, params, episodes).shape == (4, 4, 1)  # tasks, queries, outputs
 
 
 SINGULAR = torch.tensor([[1.0, 1.0], [1.0, 1.0]])

@@ -67,10 +67,10 @@ def test_the_same_seed_gives_the_same_tasks_and_another_seed_gives_different_tas
 ):
     for environments in (same_shape_pair, different_shape_pair):
         mixture = Mixture(environments, (0.5, 0.5))
-        first, same_seed = (mixture.sample(4, seeded(7)) for _ in range(2))
-        assert torch.equal(first.query_x, same_seed.query_x)
+        tasks, same_seed = (mixture.sample(4, seeded(7)) for _ in range(2))
+        assert torch.equal(tasks.query_x, same_seed.query_x)
         other_seed = mixture.sample(4, seeded(8))
-        assert first.query_x.shape != other_seed.query_x.shape or not torch.equal(first.query_x, other_seed.query_x)
+        assert tasks.query_x.shape != other_seed.query_x.shape or not torch.equal(tasks.query_x, other_seed.query_x)
 
 
 def test_tasks_of_a_mixture_are_those_of_its_environments(glyphs, same_shape_pair):
@@ -91,7 +91,7 @@ def test_environments_that_share_their_images_give_the_same_tasks_as_with_copied
     )
     for seed in range(3):
         first_batch, second_batch = (mixture.sample(7, seeded(seed)).tensors() for mixture in (shared, separate))
-        assert len(first_batch) == len(second_batch) == 5
+        assert len(first_batch) == len(second_batch) == 5  # inputs and targets of both sets, and classes
         assert all(torch.equal(one, other) for one, other in zip(first_batch, second_batch))
 
 
@@ -109,9 +109,9 @@ def test_classes_are_kept_if_the_environments_have_the_same_classes(different_sh
 
 
 def test_tasks_with_equal_numbers_of_images_but_different_ways_are_mixed(glyphs):
-    shapes = {"train": (5, 2, 4), "test": (10, 1, 2)}
-    environments = [
-        glyphs.tasks(split, ways=ways, shots=shots, queries=queries) for split, (ways, shots, queries) in shapes.items()
+    environments = [  # both have 5 · 4 = 10 · 2 query images
+        glyphs.tasks("train", ways=5, shots=2, queries=4),
+        glyphs.tasks("test", ways=10, shots=1, queries=2),
     ]
     assert Mixture(environments, (0.5, 0.5)).sample(8, seeded()).query_x.shape == (8, 20, 1, 28, 28)
 

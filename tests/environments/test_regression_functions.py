@@ -71,8 +71,8 @@ def test_quadratic_targets_are_computed_before_inputs_are_normalized():
 
 @pytest.mark.parametrize("environment", ENVIRONMENTS, ids=repr)
 def test_the_same_seed_gives_the_same_tasks_and_another_seed_gives_different_tasks(environment: Environment):
-    first, same_seed, other_seed = (environment.sample(3, seeded(seed)) for seed in (1, 1, 2))
-    for tensor, same, different in zip(first.tensors(), same_seed.tensors(), other_seed.tensors()):
+    tasks, same_seed, other_seed = (environment.sample(3, seeded(seed)) for seed in (1, 1, 2))
+    for tensor, same, different in zip(tasks.tensors(), same_seed.tensors(), other_seed.tensors()):
         assert torch.equal(tensor, same)
         assert not torch.equal(tensor, different)
 

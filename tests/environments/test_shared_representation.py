@@ -29,6 +29,7 @@ def test_task_parameters_lie_in_the_representation_with_the_given_mean_and_varia
     assert torch.allclose(basis.mT @ basis, torch.eye(2, dtype=torch.float64))
     assert (fitted - fitted @ basis @ basis.mT).abs().max() < 1e-4
     weights = fitted @ basis
+    # Means, variances and the correlation may differ by about four standard errors.
     for index, (mean, variance) in enumerate(zip(environment.mean, environment.variances)):
         assert weights[:, index].mean().item() == pytest.approx(mean, abs=4 * math.sqrt(variance / 4000))
         assert weights[:, index].var().item() == pytest.approx(variance, rel=4 * math.sqrt(2 / 4000))
@@ -62,9 +63,9 @@ def test_tasks_of_a_pool_are_fixed_and_have_class_indices():
 
 def test_the_same_seed_gives_the_same_tasks_and_another_seed_gives_different_tasks():
     environment = SharedRepresentation(dimension=6, variances=(1.0,))
-    first, same_seed, other_seed = (environment.sample(3, seeded(seed)) for seed in (1, 1, 2))
-    assert torch.equal(first.support_y, same_seed.support_y)
-    assert not torch.equal(first.support_y, other_seed.support_y)
+    tasks, same_seed, other_seed = (environment.sample(3, seeded(seed)) for seed in (1, 1, 2))
+    assert torch.equal(tasks.support_y, same_seed.support_y)
+    assert not torch.equal(tasks.support_y, other_seed.support_y)
     other_environment = SharedRepresentation(dimension=6, variances=(1.0,), seed=1)
     assert not torch.equal(environment.representation, other_environment.representation)
 

@@ -58,8 +58,8 @@ def test_gaussian_neurons_have_the_given_mean_and_variance():
 
 @pytest.mark.parametrize("neurons", [FixedNeurons(NEURONS), GaussianNeurons(2)], ids=["fixed", "gaussian"])
 def test_the_same_seed_gives_the_same_tasks_and_another_seed_gives_different_tasks(neurons):
-    first, same_seed, other_seed = (TeacherTasks(neurons, noise=0.1).sample(3, seeded(seed)) for seed in (1, 1, 2))
-    for tensor, same, different in zip(first.tensors(), same_seed.tensors(), other_seed.tensors()):
+    tasks, same_seed, other_seed = (TeacherTasks(neurons, noise=0.1).sample(3, seeded(seed)) for seed in (1, 1, 2))
+    for tensor, same, different in zip(tasks.tensors(), same_seed.tensors(), other_seed.tensors()):
         assert torch.equal(tensor, same)
         assert not torch.equal(tensor, different)
 

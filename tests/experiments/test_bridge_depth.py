@@ -22,7 +22,7 @@ from metabridge.report.results import Result
 @pytest.fixture(scope="module")
 def outcome():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(bridge_depth.SETTINGS, "quick", Settings(2, (4, 8), training_tasks=4, test_tasks=3))
+        patch.setitem(bridge_depth.SETTINGS, "quick", Settings(runs=2, depths=(4, 8), training_tasks=4, test_tasks=3))
         return EXPERIMENT.run(ExperimentOptions("quick"))
 
 

@@ -21,6 +21,7 @@ def outcome(glyphs, tmp_path_factory) -> Outcome:
     method_rows = tuple(
         Row(f"{name}, test tasks", "accuracy %", ours=value) for name, value in GLYPH_ACCURACIES.items()
     )
+    # "fresh tasks" marks the accuracies of trained networks in this result; see `NEW_TASKS`
     net_rows = tuple(
         Row(f"{data}, 5-shot, mlp net {name}, fresh tasks", "accuracy %", ours=value)
         for data in ("glyphs", "omniglot")
@@ -31,6 +32,7 @@ def outcome(glyphs, tmp_path_factory) -> Outcome:
     quick = SETTINGS["quick"]
     with pytest.MonkeyPatch.context() as patch:
         training = replace(quick.training, iterations=1, batch_size=1, test_tasks=4, filters=4)
+        # `ranking` is the number of tasks per alphabet; results contain it under this name
         patch.setitem(SETTINGS, "quick", replace(quick, tasks=20, ranking=1, training=training))
         patch.setattr(estimates, "BOOTSTRAP_SAMPLES", 10)
         patch.setattr(advice, "TRAINING_EXAMPLES", 160)
@@ -43,14 +45,16 @@ def test_the_experiment_is_found_by_its_id():
     assert load_experiment("diagnose-images") is EXPERIMENT
 
 
-def test_small_and_large_r_h_are_diagnosed_and_ranked(outcome):
+def test_both_settings_of_r_h_are_diagnosed_and_their_order_is_compared_with_the_paper(outcome):
     (case,) = outcome.data.cases
     assert set(case.diagnoses) == set(R_H)
     assert len(case.hard_alphabets["large"]) == 10
     assert not set(case.easy_alphabets) & {*case.hard_alphabets["small"], *case.hard_alphabets["large"]}
-    rankings = [row for row in outcome.result.rows if row.metric == "seeds %"]
-    assert len(rankings) == 3
-    assert all(row.agrees == (row.ours == 100) for row in rankings)
+    # "seeds %" is the percentage of seeds with a larger gain for small r_H. The gain is predicted by the ratio of risks
+    # and by 1 + R²/r_H, and measured for trained MAML.
+    order_rows = [row for row in outcome.result.rows if row.metric == "seeds %"]
+    assert len(order_rows) == 3
+    assert all(row.agrees == (row.ours == 100) for row in order_rows)
 
 
 def test_rows_contain_the_measured_gains_of_maml(outcome):
@@ -61,23 +65,25 @@ def test_rows_contain_the_measured_gains_of_maml(outcome):
         assert (row.ours, row.ci95) == pytest.approx((gain.value, gain.value - gain.low))
 
 
-def test_predicted_rankings_are_compared_with_all_stored_accuracies_on_the_data_set(outcome):
+def test_rankings_are_predicted_for_all_trained_networks_with_stored_accuracies_on_glyphs(outcome):
     rankings = {(ranking.nets, ranking.source): ranking for ranking in outcome.data.rankings}
-    nets = "glyphs, 1-shot, conv4 net", "glyphs, 5-shot, mlp net at 16 px"
-    assert set(rankings) == {(net, source) for net in nets for source in ("formulas", "kernels")}
-    assert rankings[nets[0], "formulas"].accuracies == GLYPH_ACCURACIES
-    assert rankings[nets[1], "kernels"].accuracies == {name.lower(): value for name, value in MLP_ACCURACIES.items()}
-    assert "no meta-training" not in rankings[nets[0], "kernels"].predicted_scores
+    conv4, mlp = "glyphs, 1-shot, conv4 net", "glyphs, 5-shot, mlp net at 16 px"  # labels of the networks
+    assert set(rankings) == {(label, source) for label in (conv4, mlp) for source in ("formulas", "kernels")}
+    assert rankings[conv4, "formulas"].accuracies == GLYPH_ACCURACIES
+    assert rankings[mlp, "kernels"].accuracies == {name.lower(): value for name, value in MLP_ACCURACIES.items()}
+    # Diagnoses also predict the score of "no meta-training", for which no network is trained.
+    assert "no meta-training" not in rankings[conv4, "kernels"].predicted_scores
 
 
 def test_a_ranking_counts_its_correct_pairs_and_computes_kendalls_tau():
     predicted = {"rfs": 1, "mtl": 1, "anil": 0, "maml": 0}
     ranking = MethodRanking("nets", "formulas", predicted, {**GLYPH_ACCURACIES, "anil": 92.5})
-    assert ranking.is_pair_correct == [False, True, True, True]
+    # for (rfs, anil), (rfs, maml), (mtl, anil) and (mtl, maml); rfs is less accurate than anil
+    assert ranking.pair_correctness == [False, True, True, True]
     assert str(ranking) == "rfs = mtl > anil = maml"
-    accuracy = {"a": 9, "b": 8, "c": 7}
-    assert MethodRanking("nets", "kernels", {"a": 3, "b": 2, "c": 1}, accuracy).tau == pytest.approx(1)
-    assert MethodRanking("nets", "kernels", {"a": 1, "b": 2, "c": 3}, accuracy).tau == pytest.approx(-1)
+    accuracies = {"a": 9, "b": 8, "c": 7}
+    assert MethodRanking("nets", "kernels", {"a": 3, "b": 2, "c": 1}, accuracies).tau == pytest.approx(1)
+    assert MethodRanking("nets", "kernels", {"a": 1, "b": 2, "c": 3}, accuracies).tau == pytest.approx(-1)
 
 
 def test_the_figure_is_drawn(outcome, tmp_path):

@@ -30,7 +30,7 @@ def test_the_experiment_is_found_by_its_id():
     assert load_experiment("diagnose-worlds") is EXPERIMENT
 
 
-def test_predicted_ratios_correlate_with_those_after_training(outcome):
+def test_predicted_ratios_correlate_with_the_exact_ratios_after_training(outcome):
     correlation = next(row for row in outcome.result.rows if row.metric == "correlation")
     assert correlation.ours > 0.8
     assert len(outcome.data.trials) == 8
@@ -38,11 +38,11 @@ def test_predicted_ratios_correlate_with_those_after_training(outcome):
 
 def test_rows_contain_coverage_and_width_of_the_intervals(outcome):
     rows = {row.name: row for row in outcome.result.rows}
-    covered = [
+    is_covered = [
         abs(trial.diagnosis.ratio.relative_deviation(trial.population_ratio)) <= 1 for trial in outcome.data.trials
     ]
-    assert covered == [trial.diagnosis.ratio.contains(trial.population_ratio) for trial in outcome.data.trials]
-    assert rows["linear problems, exact ratio in the 95 % interval"].ours == 100 * sum(covered) / len(covered)
+    assert is_covered == [trial.diagnosis.ratio.contains(trial.population_ratio) for trial in outcome.data.trials]
+    assert rows["linear problems, exact ratio in the 95 % interval"].ours == 100 * sum(is_covered) / len(is_covered)
     assert 0 < rows["linear problems, width of the 95 % interval"].ours < 100
 
 
@@ -66,9 +66,9 @@ def test_the_figure_is_drawn(outcome, tmp_path):
 def test_a_recommendation_is_right_or_wrong_only_where_the_true_ratio_is_clear(outcome):
     diagnosis = outcome.data.trials[0].diagnosis
     recommends_adaptation = replace(diagnosis, advice=replace(diagnosis.advice, adapts=True))
-    assert Trial(recommends_adaptation, CLEAR_RATIOS[1] + 0.1, 1.0).is_right is True
-    assert Trial(recommends_adaptation, CLEAR_RATIOS[0] - 0.05, 1.0).is_right is False
-    assert Trial(recommends_adaptation, sum(CLEAR_RATIOS) / 2, 1.0).is_right is None
+    assert Trial(recommends_adaptation, CLEAR_RATIOS[1] + 0.1, population_ratio=1.0).is_right is True
+    assert Trial(recommends_adaptation, CLEAR_RATIOS[0] - 0.05, population_ratio=1.0).is_right is False
+    assert Trial(recommends_adaptation, sum(CLEAR_RATIOS) / 2, population_ratio=1.0).is_right is None
     undecided = replace(diagnosis, advice=replace(diagnosis.advice, method=None, adapts=None, problem="why"))
-    assert Trial(undecided, CLEAR_RATIOS[1] + 0.1, 1.0).is_right is False
-    assert Trial(undecided, CLEAR_RATIOS[0] - 0.05, 1.0).is_right is False
+    assert Trial(undecided, CLEAR_RATIOS[1] + 0.1, population_ratio=1.0).is_right is False
+    assert Trial(undecided, CLEAR_RATIOS[0] - 0.05, population_ratio=1.0).is_right is False

@@ -25,10 +25,10 @@ def test_every_method_has_rows_for_its_scores_and_its_training_time(outcome):
         for kind, score in outcome.data.scores[name].items():
             assert rows[f"{name}, {kind}"].ours == pytest.approx(100 * score.mean)
         assert rows[f"{name}, training"].ours == run.seconds
-    assert len(rows) == 5 * len(outcome.data.runs)
+    assert len(rows) == 5 * len(outcome.data.runs)  # four scores and the training time
 
 
-def test_scores_within_and_across_alphabets_are_measured_on_such_tasks(outcome, glyphs):
+def test_scores_within_and_across_alphabets_are_those_on_tasks_within_and_across_alphabets(outcome, glyphs):
     for name, run in outcome.data.runs.items():
         for kind, superclass in (("same alphabet", "same"), ("different alphabets", "different")):
             score = evaluate(run, glyphs.tasks("test", superclass=superclass), tasks=4, seed=0)
@@ -56,7 +56,7 @@ def test_a_short_training_run_beats_the_untrained_network(outcome):
 
 
 def test_the_same_seed_gives_the_same_scores_and_another_seed_gives_others(outcome):
-    first, again, other = (
+    seed_0, seed_0_again, seed_1 = (
         [scores["test tasks"].values for scores in each_outcome.data.scores.values()]
         for each_outcome in (
             outcome,
@@ -64,8 +64,8 @@ def test_the_same_seed_gives_the_same_scores_and_another_seed_gives_others(outco
             EXPERIMENT.run(ExperimentOptions("quick", seed=1, progress=False)),
         )
     )
-    assert all(map(torch.equal, first, again))
-    assert not all(map(torch.equal, first, other))
+    assert all(map(torch.equal, seed_0, seed_0_again))
+    assert not all(map(torch.equal, seed_0, seed_1))
 
 
 def test_the_result_has_the_settings_it_was_computed_with(outcome):
@@ -79,8 +79,8 @@ def test_the_paper_scale_compares_every_method_that_can_learn_images():
 
 @pytest.mark.parametrize("scale", SETTINGS)
 def test_every_method_accepts_its_options(scale):
-    for name, training in SETTINGS[scale].methods.items():
-        method(name, **training.options)
+    for name, method_settings in SETTINGS[scale].methods.items():
+        method(name, **method_settings.options)
 
 
 def test_the_experiment_needs_neither_matplotlib_nor_jinja2():

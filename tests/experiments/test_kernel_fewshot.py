@@ -25,6 +25,7 @@ TINY = replace(
     test=PoolSize(6, 3),
     validation_tasks=4,
     test_tasks=6,
+    # only the training run of ANIL
     plans=tuple(replace(config, iterations=2, validate_tasks=2) for config in SETTINGS["quick"].plans[1:2]),
 )
 CHEAP_KERNELS = {

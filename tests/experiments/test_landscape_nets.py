@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -16,10 +17,10 @@ CASE = Case("one hard", "softplus", support=30, **NEURONS, minima_differ=True)
 
 
 def minima(nal: float, maml: float, positions: dict[str, list[list[float]]]) -> CaseMinima:
-    """Return the minima of two draws, with these risks of NAL and MAML; that of NAL differs a little between draws."""
+    """Return the minima of two draws. Their risks are those given; the risk of NAL is 1 % higher in the second draw."""
     tensors = {name: torch.tensor(points, dtype=torch.float64) for name, points in positions.items()}
     risks = {"NAL": [nal, 1.01 * nal], "MAML": [maml, maml]}
-    return CaseMinima(CASE, SampledMinima(CASE.tasks, 4.0, tensors, risks, surfaces={}))
+    return CaseMinima(CASE, SampledMinima(CASE.tasks, alpha=4.0, positions=tensors, risks=risks, surfaces={}))
 
 
 def test_rows_agree_only_if_maml_is_nearer_to_hard_tasks_and_has_a_lower_risk():
@@ -29,14 +30,16 @@ def test_rows_agree_only_if_maml_is_nearer_to_hard_tasks_and_has_a_lower_risk():
         rows = {row.name.partition(": ")[2]: row for row in minima_rows(measured)}
         assert rows["mean distance to hard tasks, NAL − MAML"].agrees is agrees
         assert rows["risk of NAL / risk of MAML"].agrees is agrees
-    assert rows["risk of NAL / risk of MAML"].ours == pytest.approx(0.5025)
-    assert rows["minimum of NAL to hard tasks"].ours == pytest.approx(0.7036, abs=1e-4)
-    assert rows["minimum of MAML, first coordinate"].ours == pytest.approx(-0.505)
+    # means over the two draws in `opposite`
+    assert rows["risk of NAL / risk of MAML"].ours == pytest.approx((0.1 / 0.2 + 0.101 / 0.2) / 2)
+    distances = math.dist((0.5, 0.5), (1, 1)), math.dist((0.51, 0.5), (1, 1))
+    assert rows["minimum of NAL to hard tasks"].ours == pytest.approx(sum(distances) / 2, abs=1e-4)
+    assert rows["minimum of MAML, first coordinate"].ours == pytest.approx((-0.5 - 0.51) / 2)
     unpublished = as_claimed._replace(case=replace(CASE, minima_differ=None))
     assert all(row.agrees is None for row in minima_rows(unpublished))
 
 
-def test_a_point_beyond_the_bound_is_counted():
+def test_a_stationary_point_beyond_the_bound_of_theorem_1_makes_the_row_disagree():
     within = HardTaskPreference(
         alpha=0.5, ratio=0.8, adapted_ratio=0.9, hard_curvatures=(0.1, 0.2), easy_curvatures=(0.3, 0.4)
     )
@@ -81,7 +84,7 @@ def test_results_can_be_read_again_and_figures_are_drawn(module, outcomes, tmp_p
     assert load_experiment(experiment.id) is experiment
 
 
-def test_equally_hard_tasks_share_the_population_minimum_only_in_a_square(outcomes):
+def test_nal_and_maml_have_the_same_population_minimum_only_for_equally_hard_tasks_in_a_square(outcomes):
     rows = {row.name: row for row in outcomes[landscape_fig4].result.rows}
     assert rows["four easy tasks: population minima of NAL and MAML"].agrees is True
     assert rows["four easy tasks, asymmetric: population minima of NAL and MAML"].ours > 0.1

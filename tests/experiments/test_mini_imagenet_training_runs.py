@@ -121,14 +121,14 @@ def test_figure_2_has_accuracy_and_minutes_of_every_method(small, out):
         assert table[f"{name}, training"].ours > 0
 
 
-def test_only_selects_the_training_run(small, tmp_path):
+def test_unselected_methods_are_not_trained(small, tmp_path):
     table = rows("bridge-table4", tmp_path, only=("metaoptnet",))
     assert set(table) == {"metaoptnet, training"}
     assert [file.name for file in (tmp_path / "records").iterdir()] == ["glyphs-metaoptnet-quick-0.json"]
     assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["glyphs-metaoptnet-quick-0"]
 
 
-def test_unknown_names_in_only_raise_an_error(tmp_path):
+def test_selecting_an_unknown_training_run_raises_an_error(tmp_path):
     with pytest.raises(InputError, match=r"only is maml-1, .* its parts are mtl, metaoptnet\."):
         load_experiment("bridge-table4").run(ExperimentOptions("quick", out=tmp_path, only=("maml-1",), progress=False))
 
@@ -179,7 +179,7 @@ def record(name: str, curve: list[tuple[float, float]], scores: tuple[SplitAccur
 
 
 @pytest.mark.parametrize(
-    ("mtl", "metaoptnet", "target", "ratio"),
+    ("mtl_curve", "metaoptnet_curve", "target", "ratio"),
     [
         # MTL becomes better: the times to reach MetaOptNet's best accuracy
         ([(1, 0.5), (2, 0.6), (4, 0.7)], [(10, 0.4), (20, 0.6), (30, 0.55)], "60.0 %", 20 / 2),
@@ -189,14 +189,14 @@ def record(name: str, curve: list[tuple[float, float]], scores: tuple[SplitAccur
     ],
 )
 def test_the_ratio_of_hours_compares_the_times_to_the_best_accuracy_that_both_methods_reach(
-    monkeypatch, tmp_path, mtl, metaoptnet, target, ratio
+    monkeypatch, tmp_path, mtl_curve, metaoptnet_curve, target, ratio
 ):
-    records = {"mtl": record("mtl", mtl), "metaoptnet": record("metaoptnet", metaoptnet)}
+    records = {"mtl": record("mtl", mtl_curve), "metaoptnet": record("metaoptnet", metaoptnet_curve)}
     monkeypatch.setattr(bridge_table4, "train_or_load_all", lambda *_: records)
     table = rows("bridge-table4", tmp_path)
     assert table["metaoptnet / mtl"].ours == pytest.approx(ratio)
     assert target in table["metaoptnet / mtl"].note
-    assert table["mtl, training"].ours == pytest.approx(mtl[-1][0] / 60)
+    assert table["mtl, training"].ours == pytest.approx(mtl_curve[-1][0] / 60)
 
 
 def test_training_runs_have_the_seed_of_the_options(monkeypatch, tmp_path):

@@ -26,7 +26,7 @@ from small_searches import MACHINE, SEARCH, small_images
 
 @pytest.fixture
 def small(monkeypatch, glyphs) -> None:
-    """The experiment has small settings and images during the test."""
+    """Give the experiment small settings and small images during the test."""
     config = replace(SETTINGS["quick"].config, iterations=2, validate_every=2, validate_tasks=2, batch_size=8)
     settings = nas_ranks_training_runs.Settings(4, replace(SEARCH, cells=3), config, test_tasks=4, resamples=20)
     monkeypatch.setitem(SETTINGS, "quick", settings)
@@ -63,7 +63,7 @@ def test_an_architecture_that_is_missing_from_the_record_is_trained_even_if_late
     complete = architectures(run(tmp_path))
     (file,) = (tmp_path / "records").iterdir()
     record = json.loads(file.read_text())
-    file.write_text(json.dumps({**record, "judged": record["judged"][1:]}))
+    file.write_text(json.dumps({**record, "judged": record["judged"][1:]}))  # without the first architecture
     assert {entry.architecture for entry in architectures(run(tmp_path))} == {entry.architecture for entry in complete}
 
 
@@ -71,8 +71,9 @@ def test_records_of_older_versions_are_read(small, tmp_path):
     complete = run(tmp_path)
     (file,) = (tmp_path / "records").iterdir()
     record = json.loads(file.read_text())
-    assert list(record) == ["name", "plan", "environment", "judged"]
+    assert list(record) == ["name", "plan", "environment", "judged"]  # "judged" holds the architectures
     training = record["plan"]["training"]
+    # older versions had another name for the batch size, and no such options as the two that are deleted
     training["batch"] = training.pop("batch_size")
     del training["ema_decay"], training["soft_targets"]
     file.write_text(json.dumps(record))
@@ -93,7 +94,7 @@ def test_failed_proxies_rank_last():
     )
 
 
-def test_proxies_are_means_over_repeats_and_accuracies_those_of_test_tasks(glyphs, tmp_path):
+def test_proxies_are_means_over_repeats_and_accuracies_are_means_over_test_tasks(glyphs, tmp_path):
     images = small_images(glyphs)
     config = ImageTrainingConfig("mtl", batch_size=1, iterations=1, validate_every=1, validate_tasks=2)
     trained_run = train_on_images(config, images, progress=False)

@@ -39,7 +39,8 @@ def records() -> dict[str, Record]:
 
 
 @pytest.mark.parametrize(("published", "agrees"), [(73.0, True), (73.6, False)])
-def test_accuracies_agree_within_their_interval_and_the_published_deviation(published, agrees):
+def test_an_accuracy_agrees_if_its_interval_reaches_the_published_mean_minus_the_deviation(published, agrees):
+    # Ours is 71 ± 1, and the published standard deviation is 1.5.
     records = [make_record(value) for value in (0.70, 0.72, 0.71)]
     accuracies = dict.fromkeys((1, 5), (published, 1.5))
     rows = {row.name: row for row in accuracy_rows("x", records, accuracies, comparable=True)}
@@ -66,7 +67,7 @@ def test_gains_agree_if_they_are_positive_and_are_undecided_within_their_interva
 def test_the_interval_of_a_gain_combines_the_intervals_of_both_accuracies():
     published = dict.fromkeys((1, 5), (1.0, 0.1))
     rows = gain_rows("x", ([make_record(0.7)], [make_record(0.6)]), (published, published), comparable=True)
-    assert [row.ci95 for row in rows] == pytest.approx([2**0.5] * 2)  # 1 % each
+    assert [row.ci95 for row in rows] == pytest.approx([2**0.5] * 2)  # both half-widths are 1 %
 
 
 def test_costs_are_in_millions_hours_and_minutes():

@@ -81,7 +81,7 @@ def test_tables_share_the_records_of_the_same_searches(image_sizes, out):
     assert "nas-train-resnet12-0-quick.json" in names
 
 
-def test_the_architectures_found_are_trained(image_sizes, out):
+def test_training_runs_have_the_architectures_that_the_searches_selected(image_sizes, out):
     records = run("nas-table2", out).data
     for label in (label for name in records if (label := name.removeprefix("train-")) != name):
         search, training = records[f"search-{label}"], records[f"train-{label}"]

@@ -41,7 +41,7 @@ def test_every_score_belongs_to_its_split_shots_penalty_and_seed(glyphs, monkeyp
 
 
 def test_the_selected_head_is_the_best_in_validation():
-    scores = (
+    scores = (  # split, shots, accuracy, ci95, number of tasks, penalty and augmentation
         SplitAccuracy("validation", 5, 0.70, 0.01, 10, 0.1),
         SplitAccuracy("validation", 5, 0.75, 0.01, 10, 0.1, TestTimeAugmentation(5)),
         SplitAccuracy("validation", 5, 0.72, 0.01, 10, 1.0, TestTimeAugmentation(5, True)),

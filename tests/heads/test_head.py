@@ -47,22 +47,22 @@ def test_a_larger_penalty_makes_the_weights_smaller(name):
 
 
 @every_head
-def test_a_head_is_solved_for_the_tasks_of_a_trained_network(name):
+def test_predictions_of_a_method_with_this_test_time_head_are_finite(name):
     learner, net, episodes = method("mtl", test_solver=name), smooth_mlp(), clusters((4,))
     assert predict(learner, net, parameters(learner, net, classes=CLASSES), episodes).isfinite().all()
 
 
 @every_head
-def test_a_head_declares_whether_it_is_calibrated_and_whether_it_fits_real_values(name):
+def test_a_head_says_if_it_is_calibrated_and_fits_real_values_only_if_it_supports_regression(name):
     cls = Head.registry[name]
     assert isinstance(cls.calibrated, bool)
     x = torch.randn(2, 6, 3)
-    values = torch.randn(2, 6, 1)
+    targets = torch.randn(2, 6, 1)
     if cls.supports_regression:
-        assert create_head(name).fit(x, values, 1).weight.shape == (2, 1, 3)
+        assert create_head(name).fit(x, targets, 1).weight.shape == (2, 1, 3)
     else:
         with pytest.raises(InputError, match=r"labels is float32 of shape \(2, 6, 1\).*For real-valued targets, use"):
-            create_head(name).fit(x, values, 1)
+            create_head(name).fit(x, targets, 1)
 
 
 def test_an_unknown_head_raises_an_error_with_all_names():

@@ -38,7 +38,7 @@ def gaussian_tasks(count: int, shots: list[int], features: int, *, spread: float
     y = torch.stack([torch.arange(ways).repeat_interleave(size) for size in sizes])
     y = torch.stack([labels[torch.randperm(len(labels), generator=generator)] for labels in y])
     x = torch.stack([mean[labels] for mean, labels in zip(means, y)])
-    query = means.repeat(1, 3, 1) + 1.0
+    query = means.repeat(1, 3, 1) + 1.0  # as in x, the offset 1 keeps the mean of the features away from 0
     x, query = (t + spread * torch.randn(t.shape, generator=generator, dtype=torch.float64) for t in (x + 1.0, query))
     # Multiples of 1/16, since libsvm stores its kernel matrix in float32, in which products of such numbers are exact.
     return Tasks((16 * x).round() / 16, y, query, ways)
@@ -307,11 +307,11 @@ def test_a_hinge_svm_that_is_not_solved_logs_one_warning(monkeypatch, caplog):
 
 def test_a_head_warns_if_its_objective_is_more_than_1e_5_above_the_minimum(monkeypatch, caplog):
     tasks, minimize = gaussian_tasks(2, [3, 3], 4), newton.minimize
-    for suboptimality, warnings in ((0.9e-5, 0), (1.1e-5, 1)):
+    for suboptimality, expected_count in ((0.9e-5, 0), (1.1e-5, 1)):
         suboptimalities = torch.tensor([[0.0], [suboptimality]])
         monkeypatch.setattr(newton, "minimize", lambda *args: (minimize(*args)[0], suboptimalities))  # noqa: B023
         LogisticRegression().fit(tasks.x, tasks.y, tasks.ways)
-        assert len(caplog.records) == warnings
+        assert len(caplog.records) == expected_count
 
 
 @pytest.mark.parametrize("penalty", [1e-2, 1e-4, 1e-6])
@@ -328,7 +328,7 @@ def test_the_ridge_classifier_of_equal_points_with_different_labels_is_accurate_
 
 @pytest.mark.parametrize("head", [RidgeClassifier(1e-4), SVM(10.0, "hinge", normalize=False)])
 def test_heads_of_points_far_from_zero_are_accurate_in_float32(head):
-    """The products of these points are not exact in float32."""
+    """Products of these points are not exact in float32, unlike those of the points of `gaussian_tasks`."""
     generator = torch.Generator().manual_seed(0)
     x, queries = (torch.randn(8, n, 64, generator=generator) + 30 for n in (25, 10))
     labels = torch.arange(5).repeat(5).expand(8, -1)
@@ -384,9 +384,9 @@ def assert_scores(ours: Tensor, theirs: np.ndarray, transformation: Transformati
 
 def test_a_squared_hinge_svm_warns_if_rounding_moves_it_from_its_minimum(caplog):
     x, y, _, ways = gaussian_tasks(2, [8] * 5, 6, spread=6.0)
-    for scale, warnings in ((1e4, 0), (1e12, 1)):
+    for scale, expected_count in ((1e4, 0), (1e12, 1)):
         SVM(1e4, normalize=False).fit(scale * x + 1e6, y, ways)
-        assert len(caplog.records) == warnings
+        assert len(caplog.records) == expected_count
 
 
 @every_transformation
@@ -422,6 +422,7 @@ def test_the_hinge_svm_of_raw_features_equals_svc_of_standardized_ones(transform
         theirs = reference.fit((points - mean) / size, labels).decision_function((queries - mean) / size)
         if (reference.n_iter_ >= 10**6).any() or (transformation.duplicate_distance and C * size**2 > 1):
             continue  # libsvm has not converged, or its float32 kernel matrix does not resolve near-duplicates
+        # With two classes, a positive decision value of SVC is a vote for the second class, not for the first.
         ours = LinearHead(*head).scores(query)[0] * (-1 if ways == 2 else 1)
         assert_scores(ours.squeeze(-1), theirs, transformation, dtype)
     assert not caplog.records

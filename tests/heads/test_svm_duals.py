@@ -26,10 +26,10 @@ def test_classes_may_have_different_sizes_in_one_batch():
         torch.testing.assert_close(single[:2], (coefficient[task : task + 1], bias[task : task + 1]))
 
 
-def svm_tasks(n: int, d: int, *, shift: float = 1.0, seed: int = 0) -> tuple[Tensor, Tensor]:
+def svm_tasks(n: int, d: int, *, class_distance: float = 1.0, seed: int = 0) -> tuple[Tensor, Tensor]:
     """Return 20 tasks with three classes. Features are multiples of 1/16, so that libsvm's float32 kernel is exact."""
     labels = torch.arange(n).expand(20, n) % 3
-    x = points(20, n, d, seed=seed) + shift * points(20, 3, d, seed=seed + 1)[:, labels[0]]
+    x = points(20, n, d, seed=seed) + class_distance * points(20, 3, d, seed=seed + 1)[:, labels[0]]
     return (16 * x).round() / 16, labels
 
 
@@ -41,21 +41,21 @@ def with_two_small_classes(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return x, new_labels
 
 
-def with_duplicates(x: Tensor, labels: Tensor, shift: int) -> tuple[Tensor, Tensor]:
-    """Repeat every point, with its label or, if `shift` is not 0, with another label."""
-    return x.repeat(1, 2, 1), torch.cat([labels, (labels + shift) % 3], -1)
+def with_duplicates(x: Tensor, labels: Tensor, label_shift: int) -> tuple[Tensor, Tensor]:
+    """Repeat every point, with its label or, if `label_shift` is not 0, with another label."""
+    return x.repeat(1, 2, 1), torch.cat([labels, (labels + label_shift) % 3], -1)
 
 
 TASKS = {
     "separable": svm_tasks(15, 40),
     "one shot": svm_tasks(3, 8),
-    "no difference between classes": svm_tasks(15, 40, shift=0.0),
+    "no difference between classes": svm_tasks(15, 40, class_distance=0.0),
     # With seed 0, the bias of one SVM is not unique; libsvm has free points there only because of rounding errors.
     "overlapping": svm_tasks(18, 3, seed=2),
     "unequal classes": with_two_small_classes(*svm_tasks(12, 30)),
     "unequal and overlapping": with_two_small_classes(*svm_tasks(16, 4)),
-    "the same point twice in a class": with_duplicates(*svm_tasks(9, 24), shift=0),
-    "the same point in two classes": with_duplicates(*svm_tasks(9, 24), shift=1),
+    "the same point twice in a class": with_duplicates(*svm_tasks(9, 24), label_shift=0),
+    "the same point in two classes": with_duplicates(*svm_tasks(9, 24), label_shift=1),
 }
 
 
@@ -81,7 +81,7 @@ def test_pairwise_svms_decide_as_svc_and_as_the_interior_point_method(x, labels,
 
 @pytest.mark.parametrize("C", [0.001, 0.05, 1.0, 100.0])
 def test_pairwise_svms_of_few_points_in_many_features_need_no_interior_point_method(C, monkeypatch):
-    monkeypatch.setattr(svm_duals, "solve_qp", None)
+    monkeypatch.setattr(svm_duals, "solve_qp", None)  # the interior-point method would fail
     x, labels = svm_tasks(15, 200)
     assert decisions(x, labels, C, x).isfinite().all()
 

@@ -1,4 +1,4 @@
-"""A small run, and image files of characters that it was not trained on."""
+"""Two small runs, and image files of characters on which they were not trained."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_labels_may_be_numbers(run, support, query):
     assert classifier.predict(query[0]).tolist() == [numbers[name] for name in by_name]
 
 
-def test_with_two_classes_a_positive_decision_predicts_the_second(run, support, query):
+def test_a_positive_decision_between_two_classes_predicts_the_second(run, support, query):
     pairs = [(file, label) for file, label in zip(*support) if label in ("character 0", "character 1")]
     files, labels = zip(*pairs)
     classifier = FewShotClassifier(run).fit(files, labels)
@@ -90,34 +90,34 @@ def test_with_two_classes_a_positive_decision_predicts_the_second(run, support, 
 
 
 def test_images_are_predicted_independently_with_running_statistics(fitted_classifier, query, monkeypatch):
-    together = fitted_classifier.predict_proba(query[0])
-    one_by_one = np.concatenate([fitted_classifier.predict_proba([file]) for file in query[0]])
+    in_one_call = fitted_classifier.predict_proba(query[0])
+    in_single_calls = np.concatenate([fitted_classifier.predict_proba([file]) for file in query[0]])
     monkeypatch.setattr("metabridge.inference.classifier.CHUNK_SIZE", 5)
-    np.testing.assert_allclose(one_by_one, together, atol=1e-5)
-    np.testing.assert_allclose(fitted_classifier.predict_proba(query[0]), together, atol=1e-5)
+    np.testing.assert_allclose(in_single_calls, in_one_call, atol=1e-5)
+    np.testing.assert_allclose(fitted_classifier.predict_proba(query[0]), in_one_call, atol=1e-5)
 
 
 def test_batch_statistics_predict_images_together_with_a_warning(anil, support, query):
     classifier = FewShotClassifier(anil).fit(*support)
     with pytest.warns(UserWarning, match="depends on the other images of the call"):
-        together = classifier.predict_proba(query[0])
-    assert (classifier.classes_[together.argmax(1)] == query[1]).mean() > 0.5
+        probabilities = classifier.predict_proba(query[0])
+    assert (classifier.classes_[probabilities.argmax(1)] == query[1]).mean() > 0.5
     with pytest.warns(UserWarning, match="a single image is normalized with its own statistics"):
-        single = classifier.predict_proba(query[0][:1])
-    assert not np.allclose(single, together[:1], atol=1e-3)
+        probabilities_of_single_image = classifier.predict_proba(query[0][:1])
+    assert not np.allclose(probabilities_of_single_image, probabilities[:1], atol=1e-3)
 
 
 def test_batch_statistics_never_split_a_call_into_chunks(anil, support, query, monkeypatch):
     classifier = FewShotClassifier(anil).fit(*support)
     with pytest.warns(UserWarning, match="depends on the other images of the call"):
-        together = classifier.decision_function(query[0])
+        with_large_chunks = classifier.decision_function(query[0])
     monkeypatch.setattr("metabridge.inference.classifier.CHUNK_SIZE", 5)
     with pytest.warns(UserWarning, match="depends on the other images of the call"):
         with_small_chunks = classifier.decision_function(query[0])
-    np.testing.assert_array_equal(with_small_chunks, together)
+    np.testing.assert_array_equal(with_small_chunks, with_large_chunks)
 
 
-def test_images_of_any_size_and_mode_are_converted_to_those_of_the_run(fitted_classifier, query, tmp_path):
+def test_images_are_converted_to_the_size_and_mode_of_the_training_images(fitted_classifier, query, tmp_path):
     file = tmp_path / "large.png"
     Image.open(query[0][0]).resize((140, 140), Image.Resampling.NEAREST).convert("RGB").save(file)
     expected = fitted_classifier.predict_proba(query[0][:1])
@@ -133,7 +133,7 @@ def test_dark_ink_is_inverted_for_a_run_that_was_trained_on_inverted_images(run,
     np.testing.assert_array_equal(classifier.fit(inverted[0], support[1]).predict_proba(inverted[1]), expected)
 
 
-def test_it_is_a_scikit_learn_estimator(run, support, query):
+def test_a_classifier_is_a_scikit_learn_estimator(run, support, query):
     classifier = FewShotClassifier(run, head="ridge")
     assert classifier.get_params() == {"run": run, "head": "ridge", "device": "cpu"}
     assert clone(classifier).get_params() == classifier.get_params()
@@ -146,7 +146,7 @@ def test_it_is_a_scikit_learn_estimator(run, support, query):
     np.testing.assert_array_equal(unpickled.predict(query[0]), classifier.predict(query[0]))
 
 
-def test_it_is_cross_validated_and_works_in_a_pipeline(run, query):
+def test_a_classifier_can_be_cross_validated_and_used_in_a_pipeline(run, query):
     arrays = np.stack([np.asarray(Image.open(file)) for file in query[0]])
     assert cross_val_score(FewShotClassifier(run), *query, cv=3).mean() > 0.7
     pipeline = make_pipeline(FunctionTransformer(lambda images: 255 - images), FewShotClassifier(run))
@@ -207,7 +207,7 @@ def test_accuracy_equals_that_of_evaluate(run, glyphs):
     np.testing.assert_allclose(scores, evaluate(model, tasks, tasks=16).values)
 
 
-def test_a_fixed_head_needs_its_number_of_classes_and_a_fitted_head_does_not(anil, support, query):
+def test_a_trained_head_needs_as_many_classes_as_in_training_and_a_fitted_head_any_number(anil, support, query):
     pairs = [(file, label) for file, label in zip(*support) if label != "character 0"]
     files, labels = zip(*pairs)
     with pytest.raises(InputError, match=r"y has 3 classes, but .* trained for 4.*--ways 3, or use head='logistic'"):
@@ -247,6 +247,7 @@ def test_wrong_labels_are_rejected(run, support):
     files, labels = support
     with pytest.raises(InputError, match="y has 1 class"):
         FewShotClassifier(run).fit(files[:2], ["one", "one"])
+    # there are 20 support images: 5 images of each of 4 classes
     with pytest.raises(InputError, match=r"X has 19 images, but y has 20 labels"):
         FewShotClassifier(run).fit(files[1:], labels)
     with pytest.raises(InputError, match="head is 'forest'"):

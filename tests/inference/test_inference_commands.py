@@ -39,8 +39,9 @@ def test_adapt_writes_what_the_classifier_predicts_and_prints_the_accuracy(
     probabilities = classifier.predict_proba(query[0])
     np.testing.assert_allclose([[float(row[name]) for name in classifier.classes_] for row in rows], probabilities)
     np.testing.assert_allclose([float(row["probability"]) for row in rows], probabilities.max(1))
-    correct = sum(row["prediction"] == label for row, label in zip(rows, query[1]))
-    assert f"Accuracy {100 * correct / 24:.1f} %: {correct} of 24 images" in printed
+    num_correct = sum(row["prediction"] == label for row, label in zip(rows, query[1]))
+    # there are 24 query images: 6 images of each of 4 classes
+    assert f"Accuracy {100 * num_correct / 24:.1f} %: {num_correct} of 24 images" in printed
     assert "First 10 of 24 images" in printed
     assert str(query[0][9]) in printed
     assert str(query[0][10]) not in printed

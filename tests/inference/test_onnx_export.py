@@ -66,7 +66,7 @@ def test_an_onnx_model_that_differs_is_not_written(run, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_pairwise_and_gradient_descent_heads_are_written_too(run, anil, support, tmp_path):
+def test_pairwise_heads_and_heads_adapted_by_gradient_descent_are_written(run, anil, support, tmp_path):
     model = mb.load(run)
     model = replace(model, method=replace(model.method, test_solver=mb.heads.SVM(loss="hinge")))
     head = json.loads(write_head(FewShotClassifier(model).fit(*support), tmp_path / "pairs.json").read_text())
@@ -79,7 +79,7 @@ def test_pairwise_and_gradient_descent_heads_are_written_too(run, anil, support,
     np.testing.assert_array_equal(np.float32(head["weight"]), classifier.adapted_.params["head.weight"])
 
 
-def test_without_onnx_the_error_names_the_install_command(run, tmp_path, monkeypatch):
+def test_the_error_names_the_install_command_if_onnx_is_not_installed(run, tmp_path, monkeypatch):
     monkeypatch.setattr("metabridge.inference.onnx_export.find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"needs onnx, which is not installed. Run pip install 'metabridge\[onnx\]'"):
         export_onnx(mb.load(run), tmp_path / "features.onnx")

@@ -22,7 +22,7 @@ if find_spec("neural_tangents"):  # pytest imports this file too, to collect doc
 
 FOLDER = Path(__file__).parent / "reference"
 HE = (2.0, 0.0)  # weight and bias variance
-BIASED = (1.5, 0.3)
+BIASED = (1.5, 0.3)  # weight and bias variance
 ACTIVATIONS = ("relu", "leaky-relu", "erf", "gelu", "sin", "cos", "identity")
 
 

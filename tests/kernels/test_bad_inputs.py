@@ -14,9 +14,9 @@ from metabridge.kernels import KernelLearner, conv4_kernel, fully_connected_kern
 KERNEL = fully_connected_kernel(depth=3)
 LEARNERS = [
     KernelLearner(KERNEL, "mtl"),
-    KernelLearner(KERNEL, "anil", 0.3),
-    KernelLearner(KERNEL, "maml", 0.3),
-    KernelLearner(KERNEL, "anil-split", 0.3),
+    KernelLearner(KERNEL, "anil", inner_time=0.3),
+    KernelLearner(KERNEL, "maml", inner_time=0.3),
+    KernelLearner(KERNEL, "anil-split", inner_time=0.3),
 ]
 
 
@@ -72,7 +72,8 @@ def test_no_more_than_three_points_are_named():
 def test_duplicate_training_points_are_named_and_their_order_explained(learner):
     x = make_tasks().query_x
     order = "queries before supports" if learner.uses_split else "supports before queries"
-    original_index = 5 * 1 + (1 if learner.uses_split else 3)  # query 1 of task 1
+    # A task has 2 support and 3 query points; point 5 is the first of task 1. The original is query 1 of task 1.
+    original_index = 5 * 1 + (1 if learner.uses_split else 3)
     for task, point in ((1, 0), (2, 2)):  # replace query 0 of the same task, or query 2 of another task
         duplicate_index = 5 * task + point + (0 if learner.uses_split else 2)
         low, high = sorted((original_index, duplicate_index))
@@ -84,11 +85,12 @@ def test_duplicate_training_points_are_named_and_their_order_explained(learner):
 
 
 def test_task_with_indistinguishable_points_is_named_if_the_matrix_does_not_fit_in_memory():
-    """With a linear kernel, one point of task 1 is the sum of the other two. There are no rounding errors."""
+    """With a linear kernel, task 1 is singular: its third point is the exact sum of the other two."""
     independent = torch.eye(4).double()[:3]
     dependent = torch.tensor([[1, 1, 0, 0], [0, 1, 1, 0], [1, 2, 1, 0]]).double()
     x = torch.stack([independent, dependent])
     train = Episodes(x[:, :2], torch.ones(2, 2, 1).double(), x[:, 2:], torch.ones(2, 1, 1).double())
+    # For points with 4 features, this weight variance makes the kernel their inner product.
     linear = KernelLearner(fully_connected_kernel(depth=1, weight_variance=4.0), "mtl", memory=1)
     with pytest.raises(InputError, match=r"training task 1 has a singular kernel matrix.*use a ridge"):
         linear.fit(train)

@@ -163,7 +163,7 @@ def test_computing_a_kernel_does_not_change_the_network_even_if_it_fails() -> No
     assert not any(layer._forward_hooks for layer in net.modules())
 
 
-def test_with_group_norm_copies_scales_and_does_not_change_the_original() -> None:
+def test_with_group_norm_returns_a_copy_with_the_same_scales_and_leaves_the_original_unchanged() -> None:
     net = resnet12(2, 16, 3, widths=(4, 6, 24, 32))
     with torch.no_grad():
         net.features[0].main[1].weight.fill_(2.0)

@@ -25,7 +25,7 @@ KERNEL = fully_connected_kernel(depth=3)
 
 @pytest.fixture
 def tasks():
-    """Return queries (3, 4, 5) and supports (3, 2, 5)."""
+    """Return the query points, (3 tasks, 4 points, 5 features), and the support points, (3, 2, 5)."""
     x = torch.randn(3, 6, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     return x[:, :4], x[:, 4:]
 

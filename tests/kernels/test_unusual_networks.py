@@ -57,7 +57,10 @@ def shared_pool_net() -> nn.Module:
 
 
 def tied_net(output_function: Callable[[Tensor], Tensor]) -> nn.Module:
-    """Return a network that also uses the weight of a layer outside it; the sum of its outputs may have no gradient."""
+    """Return a network that uses the weight of its layer `a` a second time, outside this layer.
+
+    With the output functions below, the sum of the outputs is constant, so its gradient is zero.
+    """
 
     def forward(net: CustomNet, x: Tensor) -> Tensor:
         return output_function(net.head(torch.tanh(net.a(x.flatten(1))) @ net.a.weight[:, :6]))

@@ -88,7 +88,7 @@ def test_every_mode_computes_the_same_gradient(mode):
         assert relative_error(flattened(actual.gradients).cpu(), flattened(expected.gradients)) < 1e-9
 
 
-def test_a_mode_without_a_branch_raises_an_error():
+def test_a_mode_that_the_engine_does_not_implement_raises_an_error():
     net, episodes = smooth_mlp(), clusters((4,))
     engine = Engine(METHODS["anil"], net)
     engine.mode = "new"
@@ -105,7 +105,7 @@ def test_representations_fit_on_one_line():
     assert re.fullmatch(r"MetaGradient\(loss=[\d.e-]+, gradients of 6 parameters\)", repr(gradient))
 
 
-def test_without_a_gpu_the_captured_mode_runs_uncaptured():
+def test_the_captured_mode_runs_uncaptured_if_there_is_no_gpu():
     net, episodes = smooth_mlp(), clusters((4,))
     params = parameters(METHODS["anil"], net)
     captured = Engine(METHODS["anil"], net, mode="captured")(params, episodes)
@@ -350,6 +350,7 @@ def test_buffers_are_updated_once_per_task_and_equally_in_every_mode(name):
 @pytest.mark.parametrize("name", ["maml", "anil"])
 def test_integer_inputs_are_not_rounded_in_low_precision(name):
     learner, net = method(name), unusual_net("embedding").float()
+    # bfloat16 would round these numbers to multiples of 4
     tokens = torch.tensor([[[999, 999, 997]], [[995, 993, 991]]])
     episodes = Episodes(tokens, torch.zeros(2, 1, dtype=torch.int64), tokens, torch.ones(2, 1, dtype=torch.int64))
     for mode in ("loop", "workers", "vectorized"):

@@ -72,7 +72,7 @@ def objective(learner: Method, net: Network, params: Params, episodes: Episodes)
 
     if learner.outer == "first-order":
         return lambda weights: mean_loss(query_loss, [adapt_first_order(task, weights) for task in tasks])
-    if learner.outer == "displacement":  # the Moreau envelope min ℓ(θ') + λ/2‖θ' − θ‖²
+    if learner.outer == "displacement":  # the envelope min ℓ(θ') + λ/2‖θ' − θ‖² over θ' has the gradient λ(θ − θ')
 
         def envelope(task: Episodes, weights: Params) -> Tensor:
             minimum = adapt_to_task(task, weights)
@@ -132,7 +132,7 @@ def test_meta_gradient_matches_finite_differences_in_every_mode(name, net_name):
 def test_modes_agree_on_unusual_networks_and_exact_gradients_match_finite_differences(name, net_name):
     learner, net, episodes = METHODS[name], unusual_net(net_name), unusual_episodes(net_name)
     has_converged_solver = isinstance(learner.inner, Proximal) and learner.inner is CONVERGED_PROXIMAL
-    if has_converged_solver:  # which is slow, and which the test above covers
+    if has_converged_solver:  # it is slow, and the test above covers it
         learner = replace(learner, inner=Proximal(steps=3, lr=0.1, cg_steps=2))
     params = parameters(learner, net, classes=CLASSES)
 
@@ -278,8 +278,8 @@ def test_gradients_with_bfloat16_features_are_close_to_those_in_full_precision()
     net, episodes = smooth_mlp().float(), clusters((4,)).to(dtype=torch.float32)
     for name in ("maml", "anil", "r2d2", "mtl"):
         params = parameters(METHODS[name], net, classes=CLASSES)
-        full = Engine(METHODS[name], net, mode="vectorized")(params, episodes)
-        half = Engine(METHODS[name], net, mode="vectorized", dtype=torch.bfloat16)(params, episodes)
-        error = relative_error(flattened(half.gradients), flattened(full.gradients))
+        full_precision = Engine(METHODS[name], net, mode="vectorized")(params, episodes)
+        low_precision = Engine(METHODS[name], net, mode="vectorized", dtype=torch.bfloat16)(params, episodes)
+        error = relative_error(flattened(low_precision.gradients), flattened(full_precision.gradients))
         assert 1e-5 < error < 0.05  # different, but only by rounding
-        assert all(value.dtype == torch.float32 for value in half.gradients.values())
+        assert all(value.dtype == torch.float32 for value in low_precision.gradients.values())

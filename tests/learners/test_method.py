@@ -41,7 +41,7 @@ def test_a_loss_is_an_option_of_the_svm_if_it_is_a_name_and_of_the_method_if_it_
     assert (learner.test_solver, learner.loss) == (SVM(normalize=True), torch.nn.functional.mse_loss)
 
 
-def test_without_an_inner_solver_options_change_the_test_solver():
+def test_options_change_the_test_solver_if_there_is_no_inner_solver():
     options = {"adapts": "none", "inner": None, "outer": "plain", "test_solver": "gradient-descent"}
     learner = method("maml", **options, steps=3)
     assert (learner.inner, learner.test_solver) == (None, GradientDescent(steps=3))

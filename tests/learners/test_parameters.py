@@ -28,7 +28,7 @@ def frozen_mlp() -> Network:
 
 
 def mlp_with_buffers() -> Network:
-    """Return the same network with buffers in place of the frozen parameters."""
+    """Return the network of `frozen_mlp`, with buffers in place of its frozen parameters."""
     net = smooth_mlp()
     for name in FROZEN:
         layer_name, _, attribute = name.rpartition(".")

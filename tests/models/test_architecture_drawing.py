@@ -29,7 +29,7 @@ def seeded_architecture(seed: int = 0) -> Architecture:
 
 def points_along(arrow: FancyArrowPatch, axes: Axes) -> np.ndarray:
     """Return closely spaced points along an arrow, in data coordinates."""
-    path = arrow.get_path().transformed(axes.transData)  # in pixels, to which curves are straightened
+    path = arrow.get_path().transformed(axes.transData)  # in pixels, so that the lines that replace curves are short
     lines = path.to_polygons(closed_only=False)
     steps = np.linspace(0, 1, 20)[:, None]
     points = [start + steps * (end - start) for line in lines for start, end in itertools.pairwise(line)]

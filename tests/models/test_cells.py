@@ -63,21 +63,22 @@ def test_networks_of_cells_accept_images_of_any_size(make, size):
     assert net(x).shape == (2, 7)
 
 
-@pytest.mark.parametrize(("cells", "reductions"), [(3, [1, 2]), (5, [1, 3]), (8, [2, 5])])
-def test_cells_at_one_and_two_thirds_of_the_depth_halve_the_size_and_double_the_channels(cells, reductions):
+@pytest.mark.parametrize(("cells", "reduction_indices"), [(3, [1, 2]), (5, [1, 3]), (8, [2, 5])])
+def test_cells_at_one_and_two_thirds_of_the_depth_halve_the_size_and_double_the_channels(cells, reduction_indices):
     net, shapes = cell_network(ARCHITECTURE, cells=cells, channels=4), []
     for cell in net.features.cells:
         cell.register_forward_hook(lambda cell, inputs, output: shapes.append(tuple(output.shape[1:])))
     net(images(2, 16))
-    assert [index for index, cell in enumerate(net.features.cells) if cell.reduction] == reductions
-    doublings = [sum(reduction <= index for reduction in reductions) for index in range(cells)]
-    assert shapes == [(12 * 2**times, 16 // 2**times, 16 // 2**times) for times in doublings]
+    assert [index for index, cell in enumerate(net.features.cells) if cell.reduction] == reduction_indices
+    # the number of reduction cells up to each cell; at first, three nodes have four channels each
+    counts = [sum(reduction <= index for reduction in reduction_indices) for index in range(cells)]
+    assert shapes == [(12 * 2**count, 16 // 2**count, 16 // 2**count) for count in counts]
 
 
 def test_a_cell_has_the_number_of_parameters_counted_by_hand():
     cell = cell_network(ARCHITECTURE, channels=48).features.cells[0]
-    c, stem = 48, 3 * 48
-    input_layers = 2 * (stem * c + 2 * c)  # a 1×1 convolution and a norm for each of the two previous cells
+    c, source_channels = 48, 3 * 48  # channels of a node, and of each input of the cell
+    input_layers = 2 * (source_channels * c + 2 * c)  # a 1×1 convolution and a norm for each of the two previous cells
     separable = 9 * c + c * c + 2 * c
     # in the order of NORMAL_CELL; a skip with stride 1 has no parameters
     operators = 2 * separable + 0 + separable + 2 * c + separable + (5 * c * c + 5 * c * c + 2 * c)
@@ -85,7 +86,7 @@ def test_a_cell_has_the_number_of_parameters_counted_by_hand():
 
     reduction_cell = cell_network(ARCHITECTURE, channels=48).features.cells[1]
     c = 96
-    input_layers = 2 * (stem * c + 2 * c)
+    input_layers = 2 * (source_channels * c + 2 * c)
     separable = 9 * c + c * c + 2 * c
     skip = c * c + 2 * c  # with stride 2
     # in the order of REDUCTION_CELL
@@ -217,12 +218,13 @@ def test_gradients_of_average_pooling_are_right_on_a_gpu_with_channels_last_maps
     assert relative_error(grads[1].cpu(), grads[0]) < 1e-6
 
 
-def test_with_group_norm_images_are_independent_and_their_features_differ():
+def test_group_norm_normalizes_each_image_separately_and_keeps_features_of_images_different():
     net = supernet(ActiveOperators.full(), **SMALL)
     x = images(6)
     batched, separate = net(x), torch.cat([net(image[None]) for image in x])
     assert torch.allclose(batched, separate, atol=1e-4)
     assert bool((batched.std(0) > 0.01).all())
+    # from the number of channels to its largest divisor up to 16
     groups = {layer.num_channels: layer.num_groups for layer in net.modules() if isinstance(layer, nn.GroupNorm)}
     assert groups == {12: 12, 4: 4, 8: 8, 16: 16, 48: 16}
 

@@ -19,6 +19,7 @@ def changed_params(module):
     return {name: 1.1 * value.detach() + 0.1 for name, value in module.named_parameters()}
 
 
+# functional_call does not restore a layer under two names, and a test below checks this case
 @pytest.mark.parametrize("name", [name for name in UNUSUAL_FEATURES if name != "a layer under two names"])
 def test_a_bound_copy_computes_the_same_as_functional_call(name):
     features, x = unusual_net(name).features, unusual_episodes(name).support_x[0]

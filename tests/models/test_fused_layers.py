@@ -159,7 +159,8 @@ def test_statistics_are_accurate_for_a_mean_of_a_thousand_standard_deviations():
 
 def test_sums_include_the_rows_of_all_programs():
     inputs = [
-        random_maps(16, 64, 64, torch.float32, mean=3.0, count=3 if not CUDA else 60),
+        # so many images that several programs are needed; on a GPU, each of them sums several tiles
+        random_maps(16, 64, 64, torch.float32, mean=3.0, count=60 if CUDA else 3),
         *random_weight_and_bias(16, torch.float32),
     ]
     compare(
@@ -335,6 +336,7 @@ def test_fused_cells_have_the_gradients_of_unfused_cells(monkeypatch):
     architecture = {"normal": normal, "reduction": reduction}
     net = cell_network(architecture, cells=3, channels=16, drop_rate=0.3).to(DEVICE).train()
     batch_size, size = (16, 32) if CUDA else (4, 7)
+    # 192 features: three nodes with 16 channels, doubled twice
     x, target = torch.rand(batch_size, 3, size, size, device=DEVICE), torch.randn(batch_size, 192, device=DEVICE)
     params = {name: value.detach().requires_grad_() for name, value in net.named_parameters()}
     body = [value for name, value in params.items() if name.startswith("features.")]

@@ -185,8 +185,9 @@ def test_features_in_double_precision_get_a_head_in_double_precision() -> None:
     net = Network.around(module, x, 2, statistics="running")
     assert {value.dtype for value in (*net.parameters(), *net.buffers())} == {torch.float64}
     assert net(x).dtype == net.eval()(x).dtype == torch.float64
-    single = Network.around(copy.deepcopy(module).float(), x.float(), 2)
-    assert torch.equal(net.head.weight, single.head.weight.double())  # the dtype does not change the initial weights
+    float32_net = Network.around(copy.deepcopy(module).float(), x.float(), 2)
+    # the dtype does not change the initial weights
+    assert torch.equal(net.head.weight, float32_net.head.weight.double())
 
 
 @pytest.mark.parametrize(
@@ -209,6 +210,7 @@ def test_the_error_for_a_head_that_shares_a_parameter_with_the_body_says_how_to_
     net.head.weight = net.features.weight
     with pytest.raises(InputError, match=r"head\.weight is also a parameter of the features.*Untie it") as caught:
         parameters(method("maml"), net)
+    # run the code that the error suggests
     exec(str(caught.value).rpartition("Untie it: ")[2].removesuffix("."), {"net": net, "torch": torch})
     assert "head.weight" in parameters(method("maml"), net)
 

@@ -47,7 +47,7 @@ def test_a_network_within_the_limit_is_the_same_as_without_it():
     assert limited.head.weight.device.type == "cpu"
 
 
-def test_a_limit_applies_to_its_thread_only():
+def test_a_limit_applies_only_to_the_thread_that_sets_it():
     built: list[nn.Module] = []
     with SizeLimit(values=1):
         thread = threading.Thread(target=lambda: built.append(nn.Linear(10, 10)))

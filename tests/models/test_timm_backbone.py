@@ -31,7 +31,7 @@ def test_a_timm_backbone_gets_a_head_and_can_be_rebuilt_from_its_recipe():
         timm("resnet9000")
 
 
-def test_the_error_for_images_that_a_backbone_does_not_accept_names_it_and_their_size(monkeypatch):
+def test_the_error_for_images_that_a_backbone_does_not_accept_names_the_model_and_the_size(monkeypatch):
     backbone = nn.Sequential(nn.Conv2d(3, 4, 7), nn.BatchNorm2d(4), nn.AdaptiveAvgPool2d(1), nn.Flatten())
     fake_timm = SimpleNamespace(create_model=lambda name, **options: backbone, is_model=lambda name: True)
     monkeypatch.setitem(sys.modules, "timm", fake_timm)

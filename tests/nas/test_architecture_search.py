@@ -107,7 +107,7 @@ def test_tasks_depend_on_seed_round_and_repeat(glyphs: LabeledImages) -> None:
     assert not any(torch.equal(*pair) for pair in itertools.combinations(support_sets, 2))
 
 
-def test_scores_depend_on_the_round_and_repeat_only(glyphs: LabeledImages) -> None:
+def test_scores_of_one_evaluator_depend_only_on_the_round_and_the_repeat(glyphs: LabeledImages) -> None:
     evaluator = ProxyEvaluator(small_search(), glyphs)
     values = []
     for round_index, repeat in ((0, 0), (0, 1), (1, 0), (0, 0)):
@@ -158,13 +158,14 @@ def test_continuing_with_other_images_in_memory_is_rejected(tmp_path: Path) -> N
 
 
 def test_patches_cover_all_positions_and_channels() -> None:
+    # The value of a pixel is its index in the image: 30 · channel + 6 · row + column.
     images = torch.arange(2 * 5 * 6).view(1, 2, 5, 6).to(torch.uint8).expand(4, -1, -1, -1)
     data = replace(two_images_of_two_classes(), images=images)
     patches = ProxyEvaluator(small_search(region_inputs=2000), data)._patches(torch.Generator())
     assert patches.shape == (2000, 1, 3, 3)
     pixels = (255 * patches).round().long().flatten(1)
-    expected = {30 * channel + 6 * top + left for channel in range(2) for top in range(3) for left in range(4)}
-    assert set(pixels[:, 0].tolist()) == expected
+    corners = {30 * channel + 6 * top + left for channel in range(2) for top in range(3) for left in range(4)}
+    assert set(pixels[:, 0].tolist()) == corners
     offsets = torch.tensor([6 * down + right for down in range(3) for right in range(3)])
     assert torch.equal(pixels, pixels[:, :1] + offsets)
 
@@ -181,7 +182,7 @@ def test_the_weights_of_a_scored_model_depend_on_the_repeat() -> None:
     assert all(first.value != pytest.approx(second.value, rel=0.01) for first, second in pairs)
 
 
-def test_as_many_regions_as_images_are_a_failure() -> None:
+def test_a_separate_region_for_every_image_is_a_failure() -> None:
     images = two_images_of_two_classes()
     images_of_two_splits = replace(
         images,

@@ -216,7 +216,7 @@ def test_regions_equal_brute_force(width: int, depth: int, activation: type[nn.M
     assert count_linear_regions(net, inputs) == ProxyScore(count_by_brute_force(net, inputs))
 
 
-def test_other_activations_are_counted_next_to_a_relu() -> None:
+def test_a_prelu_in_a_network_with_a_relu_is_counted_too() -> None:
     net = nn.Sequential(nn.Linear(1, 1), nn.ReLU(), nn.Linear(1, 20), nn.PReLU())
     inputs = torch.linspace(-5, 5, 200)[:, None]
     assert count_linear_regions(net, inputs).value == count_by_brute_force(net, inputs) > 2
@@ -239,7 +239,7 @@ def test_one_relu_on_a_line_has_two_regions() -> None:
 def test_regions_do_not_depend_on_how_inputs_are_split(monkeypatch: pytest.MonkeyPatch) -> None:
     net, inputs = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1)), torch.randn(100, 2)
     expected = count_linear_regions(net, inputs)
-    monkeypatch.setattr("metabridge.nas.proxies._INPUT_ENTRIES_PER_PASS", 14)
+    monkeypatch.setattr("metabridge.nas.proxies._INPUT_ENTRIES_PER_PASS", 14)  # seven inputs at a time
     assert count_linear_regions(net, inputs) == expected
     assert 1 < expected.value < 100
 
@@ -336,6 +336,6 @@ def test_invalid_settings_are_rejected(options: dict[str, object]) -> None:
 
 def test_proxies_accept_any_module() -> None:
     tasks = make_tasks(2, 5, 1, 1, 1, 28, 28).to(dtype=torch.float32)
-    net = nn.Sequential(nn.Conv2d(1, 4, 3, stride=3), nn.ReLU(), nn.Flatten(), nn.Linear(324, 5))
+    net = nn.Sequential(nn.Conv2d(1, 4, 3, stride=3), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 9 * 9, 5))
     assert ConditionNumber("anil")(net, tasks).value > 1
-    assert 1 < count_linear_regions(net, tasks.query_x.flatten(0, 1)).value <= 10
+    assert 1 < count_linear_regions(net, tasks.query_x.flatten(0, 1)).value <= 10  # there are ten query images

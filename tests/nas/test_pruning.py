@@ -20,13 +20,17 @@ ALL_OPERATORS = ActiveOperators.full()
 
 
 class ScoreByFormula:
-    """Scores candidates by a formula: every operator has a value that improves both proxies."""
+    """Scores candidates by a formula: every operator has a value, and a higher total value improves both proxies.
+
+    After `stop_after` scores, the search is interrupted.
+    """
 
     def __init__(self, stop_after: float = math.inf) -> None:
         self.calls: list[tuple[int, int, Removal]] = []
         self.remaining = stop_after
 
     def value(self, cell: str, edge: int, operator: str) -> float:
+        """Return the value of an operator: operators of an edge have different values, in an order that varies."""
         return 1 + (OPERATORS.index(operator) + edge * (1 + CELLS.index(cell))) % len(OPERATORS) + edge / 100
 
     def __call__(
@@ -42,6 +46,7 @@ class ScoreByFormula:
 
 
 def removed_operators(file: Path) -> list[list[list[object]]]:
+    """Return the operators that each round removed, each as a cell, an edge and the name of the operator."""
     return [line["gone"] for line in map(json.loads, file.read_text().splitlines()) if "gone" in line]
 
 
@@ -77,7 +82,7 @@ def test_count_evaluations_is_the_number_of_networks_that_are_scored() -> None:
     assert len(score.calls) == len(set(score.calls)) == count_evaluations(ALL_OPERATORS, 2) == expected
 
 
-@pytest.mark.parametrize("stop_after", [0, 1, 128, 300, 510])
+@pytest.mark.parametrize("stop_after", [0, 1, 128, 300, 510])  # of 511 scores
 def test_a_killed_search_continues_to_the_same_architecture(tmp_path: Path, stop_after: int) -> None:
     uninterrupted_log = tmp_path / "uninterrupted.jsonl"
     expected = prune(ALL_OPERATORS, ScoreByFormula(), repeats=1, search_log=SearchLog(uninterrupted_log, {}))

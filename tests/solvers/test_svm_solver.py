@@ -129,6 +129,7 @@ def test_crammer_singer_and_its_derivative_replay_from_a_cuda_graph():
 @pytest.mark.parametrize(("scale", "C"), [(1.0, 1e4), (100.0, 0.1), (1e4, 1e-4)])
 def test_crammer_singer_of_large_features_equals_that_of_liblinear(scale, C):
     x, labels = unit_tasks(2, 40, 6)
+    # If w is the weight for the features scale · x and for C, scale · w is the weight for x and C · scale².
     reference = svm.LinearSVC(
         C=C * scale**2, multi_class="crammer_singer", fit_intercept=False, tol=1e-9, max_iter=100_000
     )

@@ -84,7 +84,7 @@ def test_moments_of_adapted_heads_equal_those_of_sampled_tasks(mean):
     head_mean, head_second = adapted_head_moments(B, w, TaskMoments.from_environment(environment), SETTINGS)
     _, x, y = sample_tasks(environment, 30_000, 6, 1)
     errors = x @ (B @ w) - y
-    heads = w - SETTINGS.alpha * ((errors[:, None] @ x)[:, 0] / 6) @ B
+    heads = w - SETTINGS.alpha * ((errors[:, None] @ x)[:, 0] / 6) @ B  # 6 points per task
     assert mean_equals(heads, head_mean)
     assert mean_equals(heads[:, :, None] * heads[:, None, :], head_second)
 
@@ -201,7 +201,7 @@ def test_population_steps_converge_to_the_limit_of_theorem_1(converged_run):
     assert (coordinates @ coordinates.mT - expected).abs().max() < 1e-6
     assert spectrum(B, environment.representation).orthogonal_largest < 1e-6
     assert (B @ w).norm() < 1e-6
-    # The equation as printed by Yüksel et al. 2023:
+    # The equation as printed by Yüksel et al. 2023, with m = 6:
     eye, total = torch.eye(2, dtype=torch.float64), sum(VARIANCES) + NOISE
     printed = 6 / 7 / settings.alpha * (eye - torch.linalg.inv(7 / total * sigma + eye))
     torch.testing.assert_close(expected, printed)
@@ -230,7 +230,7 @@ def test_wide_networks_unlearn_orthogonal_directions_within_the_bound_and_like_1
             values.append((step, float(spectrum(B, environment.representation).orthogonal_largest)))
     for step, value in values:
         assert value <= float(unlearning_bound(initial_value, torch.tensor(step), total, settings))
-    last, halfway = values[-1][1], values[3][1]
+    last, halfway = values[-1][1], values[3][1]  # after 4000 and 2000 steps
     assert last / halfway == pytest.approx(0.5, rel=0.05)
 
 
@@ -299,7 +299,7 @@ def test_the_bound_of_proposition_1_with_a_constant_of_2_holds_at_the_limit_for_
         )
         ratios = errors / error_bound(theta.norm(dim=-1), sigma, NOISE, settings, points)
         assert (ratios <= 2).double().mean() > 0.98
-        projected = sample_error_bound_ratios(sigma, NOISE, settings, points, 2000, seeded(6))  # without B*
+        projected = sample_error_bound_ratios(sigma, NOISE, settings, points, 2000, seeded(6))  # x in the basis B*
         assert float(projected.median()) == pytest.approx(float(ratios.median()), rel=0.1)
 
 
@@ -321,16 +321,17 @@ def test_spectrum_separates_directions_along_and_orthogonal_to_the_basis():
     basis = torch.eye(5, 2, dtype=torch.float64)
     B = torch.diag(torch.tensor([3.0, 2.0, 1.0, 0.5, 0.0], dtype=torch.float64))
     result = spectrum(B, basis)
+    # 2² and 3² in the subspace; the mean of 1², 0.5² and 0², and their maximum, orthogonal to it
     assert [float(value) for value in result] == pytest.approx([4, 9, 1.25 / 3, 1])
 
 
-def test_the_limit_is_unstable_if_the_product_of_the_step_sizes_exceeds_its_largest_value():
+def test_the_limit_is_stable_only_if_alpha_times_beta_times_the_variance_of_the_tasks_is_below_1():
     """A step multiplies the distance to the limit by 1 − 2αβs with the variance s = 1 of the tasks; α = β here."""
     environment = SharedRepresentation(3, (1.0,), noise=0.01)
     tasks = TaskMoments.from_environment(environment)
     for alpha, is_stable in ((0.9, True), (1.1, False)):
         settings = AnilSettings(alpha, alpha, 1000)
-        limit = math.sqrt(1 / alpha / (1 + 1 / 1000 + 1.01 / 1000))
+        limit = math.sqrt(1 / alpha / (1 + 1 / 1000 + 1.01 / 1000))  # the root of Λ* with Σ* = 1, σ² = 0.01, m = 1000
         B, w = (limit + 1e-4) * environment.representation, torch.zeros(1, dtype=torch.float64)
         for _ in range(200):
             B, w = population_step(B, w, tasks, settings)

@@ -77,9 +77,9 @@ def test_training_uses_every_task_once_however_many_are_sampled_at_a_time(max_va
     result = train_linear_models(tasks, {"nal": LinearLearner(0.1)}, seeded(), iterations=3, runs=2)["nal"]
     generator, w = seeded(), torch.zeros(2, 3)
     chunks = [tasks.sample(2, generator) for _ in range(3)] if max_values == 1 else [tasks.sample(6, generator)]
-    for episodes in (chunk[first : first + 2] for chunk in chunks for first in range(0, len(chunk), 2)):
+    for episodes in (chunk[start : start + 2] for chunk in chunks for start in range(0, len(chunk), 2)):
         x, y = episodes.without_split().support_x, episodes.without_split().support_y
-        w = w - 0.1 * (x.mT @ (x @ w[..., None] - y)).squeeze(-1) / 7
+        w = w - 0.1 * (x.mT @ (x @ w[..., None] - y)).squeeze(-1) / 7  # 4 support and 3 query points
     torch.testing.assert_close(result, w)
 
 

@@ -27,7 +27,7 @@ def test_sampled_episodes_have_the_inputs_and_targets_of_their_tasks():
 
 @pytest.fixture(scope="module")
 def minima() -> SampledMinima:
-    """The minima of one task, with settings that take seconds. At its neuron, both losses are zero."""
+    """The minima of one task, with settings that take only seconds. At the task's neuron, both losses are zero."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("metabridge.theory.loss_surface.SEARCH_POINTS", 9)
         return SampledMinima.find(
@@ -41,7 +41,7 @@ def test_both_losses_of_a_single_task_are_minimal_at_its_neuron(minima):
         assert minima.risks[method] == pytest.approx([0.0, 0.0], abs=1e-6)
         assert minima.distances(method, [NEURONS[1]]) == pytest.approx([0.0, 0.0], abs=2e-3)
         assert minima.surfaces[method].shape == (5, 5)
-        assert float(minima.surfaces[method].min()) > 0
+        assert float(minima.surfaces[method].min()) > 0  # the task's neuron is not on the grid
 
 
 def test_the_population_minima_of_a_single_task_are_its_neuron(minima):

@@ -75,7 +75,7 @@ def test_a_teacher_has_zero_loss_on_itself_and_is_stationary(activation):
     assert task.loss(TEACHER.flip(0)) == pytest.approx(0, abs=1e-12)  # the order of neurons does not matter
 
 
-def test_inputs_with_less_variance_make_a_harder_task():
+def test_less_variance_of_the_inputs_makes_the_curvature_of_a_task_smaller():
     hard, easy = (TeacherTask(TEACHER[:1], "softplus", variance) for variance in (0.5, 1.0))
     assert hard.curvatures(TEACHER[:1])[-1] < easy.curvatures(TEACHER[:1])[0]
 

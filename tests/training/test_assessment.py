@@ -50,30 +50,30 @@ def test_the_score_equals_the_score_of_evaluate_on_the_same_tasks(model, environ
 def test_class_accuracies_and_calibration_equal_those_computed_by_a_loop(model, environment):
     assessment = assess(model, environment, tasks=50, seed=7)
     correct_by_class: dict[str, list[bool]] = {}
-    confidences, all_correct = [], []
+    confidences, all_is_correct = [], []
     for outputs, episodes in predictions(model, environment, tasks=50, seed=7):
         logits = outputs.double().numpy()
         probabilities = np.exp(logits - logits.max(-1, keepdims=True))
         probabilities /= probabilities.sum(-1, keepdims=True)
         for task in range(len(episodes)):
             for query, label in enumerate(episodes.query_y[task].tolist()):
-                correct = int(logits[task, query].argmax()) == label
+                is_correct = int(logits[task, query].argmax()) == label
                 class_name = environment.class_names[int(episodes.classes[task, label])]
-                correct_by_class.setdefault(class_name, []).append(correct)
+                correct_by_class.setdefault(class_name, []).append(is_correct)
                 confidences.append(probabilities[task, query].max())
-                all_correct.append(correct)
+                all_is_correct.append(is_correct)
     accuracies = {name: np.mean(correct) for name, correct in correct_by_class.items()}
     assert assessment.classes == pytest.approx(accuracies)
     assert set(assessment.classes) == set(CLASSES) - {"fir"}
     num_correct = sum(len(correct) * assessment.classes[name] for name, correct in correct_by_class.items())
-    assert num_correct / len(all_correct) == pytest.approx(assessment.score.mean)
+    assert num_correct / len(all_is_correct) == pytest.approx(assessment.score.mean)
     assert assessment.worst_class == ("oak", assessment.classes["oak"])
     assert assessment.classes["oak"] == min(assessment.classes.values())
     bins = np.minimum((np.array(confidences) * 10).astype(int), 9)
     expected_error = 0.0
     for mask in (bins == bin_index for bin_index in range(10)):
         if mask.any():
-            gap = np.mean(np.array(confidences)[mask]) - np.mean(np.array(all_correct)[mask])
+            gap = np.mean(np.array(confidences)[mask]) - np.mean(np.array(all_is_correct)[mask])
             expected_error += mask.mean() * abs(gap)
     assert assessment.calibration_error == pytest.approx(expected_error, abs=1e-6)
     assert sum(fraction for _, _, fraction in assessment.calibration) == pytest.approx(1)
@@ -85,7 +85,7 @@ def test_the_calibration_error_of_a_small_example_is_correct():
     assert assessment.worst_class == ("b", 0.25)
 
 
-def test_tasks_without_classes_raise_an_error(model):
+def test_regression_tasks_raise_an_error(model):
     with pytest.raises(InputError, match="environment is Sinusoid, but assess needs tasks of labeled images"):
         assess(model, Sinusoid())
 
@@ -104,7 +104,7 @@ class DivergingOnQueries:
 
 
 class DivergingOnFirstTask(DivergingOnQueries):
-    """The same, but only for the first task of every batch, which has 16 tasks."""
+    """The same, but the outputs are finite for all tasks except the first of every batch of 16 tasks."""
 
     def predict(self, episodes):
         return torch.cat([super().predict(episodes)[:1], self.model.predict(episodes)[1:]])

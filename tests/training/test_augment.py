@@ -164,7 +164,7 @@ def test_random_rectangles_have_areas_in_the_range_and_lie_inside_the_image(scal
 
 
 @pytest.mark.parametrize("width", [9, 12])
-def test_a_rectangle_of_the_whole_area_without_flip_is_the_image(width):
+def test_a_rectangle_of_the_whole_area_is_the_image_if_flip_is_false(width):
     images = torch.rand(20, 3, 9, width, generator=seeded())
     changed = Augment(jitter=0, flip=False, scale=(1.0, 1.0))(images, seeded())
     assert torch.allclose(changed, images, atol=1e-5)
@@ -184,7 +184,7 @@ def test_the_generator_state_determines_the_images(augment, channels):
     assert 0 <= first.min() < first.max() <= 1
 
 
-def test_without_crop_jitter_and_flip_images_and_generator_do_not_change():
+def test_images_and_generator_do_not_change_if_crop_jitter_and_flip_are_off():
     images, generator = torch.rand(3, 3, 8, 8, generator=seeded()), seeded(1)
     assert torch.equal(Augment(padding=0, jitter=0, flip=False)(images, generator), images)
     assert torch.equal(generator.get_state(), seeded(1).get_state())

@@ -21,7 +21,7 @@ def test_the_interval_covers_the_true_mean_in_95_percent_of_the_cases():
         abs(score.mean - 0.3) < score.ci95
         for score in (Score.of((torch.rand(200, generator=generator) < 0.3).double()) for _ in range(1000))
     ]
-    assert sum(in_interval) / 1000 == pytest.approx(0.95, abs=0.025)
+    assert sum(in_interval) / 1000 == pytest.approx(0.95, abs=0.025)  # more than three standard errors
 
 
 @pytest.mark.parametrize("tasks", [2, 5, 10])
@@ -56,11 +56,11 @@ def test_every_task_is_scored_separately():
         outputs = 1
 
         def __init__(self):
-            self.tasks, self.sampled = Sinusoid().sample(40, torch.Generator().manual_seed(0)), 0
+            self.tasks, self.num_sampled = Sinusoid().sample(40, torch.Generator().manual_seed(0)), 0
 
         def sample(self, tasks, generator):
-            self.sampled += tasks
-            return self.tasks[self.sampled - tasks : self.sampled]
+            self.num_sampled += tasks
+            return self.tasks[self.num_sampled - tasks : self.num_sampled]
 
     scores = evaluate(model, FixedTasks(), tasks=40).values
     for task in (0, 17, 39):  # of the first, second and third batch
@@ -85,6 +85,7 @@ def concatenated(batches) -> tuple[torch.Tensor, ...]:
 
 @pytest.fixture(scope="module")
 def test_tasks(glyphs):
+    """Return tasks of the test split; this is a fixture, not a test."""
     return glyphs.tasks("test", ways=5, shots=2, queries=3)
 
 
@@ -127,7 +128,7 @@ def test_an_unchanged_copy_duplicates_every_support_image(glyphs, test_tasks, na
     model = model_with_fixed_features(glyphs, name)
     no_change = Augment(padding=0, jitter=0, flip=False)
     outputs, _, _ = concatenated(
-        predictions(model, test_tasks, tasks=12, seed=1, augmentation=TestTimeAugmentation(1, augment=no_change))
+        predictions(model, test_tasks, tasks=12, seed=1, augmentation=TestTimeAugmentation(copies=1, augment=no_change))
     )
     episodes = test_tasks.sample(12, torch.Generator().manual_seed(1))
     with_duplicates = type(episodes)(
@@ -145,7 +146,7 @@ def test_an_unchanged_copy_duplicates_every_support_image(glyphs, test_tasks, na
 def test_copies_are_changed_support_images_with_the_same_labels_and_queries_do_not_change(glyphs, test_tasks):
     model = model_with_fixed_features(glyphs, "mtl")
     augment = Augment(padding=3)
-    table_with_copies = FeatureTable.of(model, test_tasks, TestTimeAugmentation(2, augment=augment), seed=5)
+    table_with_copies = FeatureTable.of(model, test_tasks, TestTimeAugmentation(copies=2, augment=augment), seed=5)
     tables = (FeatureTable.of(model, test_tasks), table_with_copies)
     original, copied = (table.episodes(test_tasks, 3, torch.Generator().manual_seed(0)) for table in tables)
     assert torch.equal(original.query_x, copied.query_x)
@@ -200,6 +201,7 @@ def test_rotated_features_are_the_concatenation_over_four_quarter_turns(glyphs, 
 def test_cropped_features_are_the_mean_over_the_image_and_five_crops(glyphs, test_tasks):
     model = model_with_fixed_features(glyphs, "mtl")
     images = glyphs.float_images(test_tasks.image_indices[:6])
+    # a crop has 21 of the 28 rows and columns, which is three quarters
     corners = [images[:, :, :21, :21], images[:, :, :21, 7:], images[:, :, 7:, :21], images[:, :, 7:, 7:]]
     crops = [*corners, images[:, :, 3:24, 3:24]]
     resized = [torch.nn.functional.interpolate(crop, size=28, mode="bilinear") for crop in crops]
@@ -288,7 +290,7 @@ def test_the_accuracy_is_nan_if_adaptation_diverged_on_every_task(test_tasks):
     assert score.diverged == score.tasks == 6
 
 
-def test_the_squared_error_is_nan_if_adaptation_diverged_and_names_the_number_of_tasks():
+def test_the_squared_error_is_nan_and_reports_the_number_of_tasks_if_adaptation_diverged():
     outputs = torch.zeros(20, 10, 1)
     outputs[4, 0] = math.inf
     score = evaluate(FixedOutputs(outputs), Sinusoid(), tasks=20)

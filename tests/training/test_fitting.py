@@ -63,7 +63,7 @@ def test_a_schedule_is_accepted_by_name():
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("call", "message"),
     [
         (
             lambda images: fit(mlp(1, 1), method("maml"), images),
@@ -77,9 +77,9 @@ def test_a_schedule_is_accepted_by_name():
         (lambda images: evaluate(untrained_model(), 5), r"environment is an int.*such as Sinusoid\(\)"),
     ],
 )
-def test_an_argument_of_the_wrong_type_is_rejected(glyphs, make, message):
+def test_an_argument_of_the_wrong_type_is_rejected(glyphs, call, message):
     with pytest.raises(InputError, match=message):
-        make(glyphs)
+        call(glyphs)
 
 
 def untrained_model():
@@ -196,7 +196,7 @@ def test_between_validations_a_run_is_saved_every_minute(tmp_path, monkeypatch):
         assert (None if state is None else state[1]["iteration"]) == saved_iteration
 
 
-def test_without_a_terminal_every_validation_is_printed_to_stderr(capsys):
+def test_every_validation_is_printed_to_stderr_if_stderr_is_not_a_terminal(capsys):
     options = {"validate": Sinusoid(), "iterations": 4, "validate_every": 2, "validate_tasks": 2}
     fit(mlp(1, 1), method("maml"), Sinusoid(), **options, name="training")
     stdout, stderr = capsys.readouterr()
@@ -362,6 +362,7 @@ def test_a_nan_validation_score_is_logged_and_does_not_stay_the_best(monkeypatch
         lambda *_, **__: Score.of(torch.full((2,), next(scores)), "squared error"),
     )
     run = fit(mlp(1, 1), method("nal"), Sinusoid(), validate=Sinusoid(), iterations=5, validate_every=1, progress=False)
+    # the first score is the best so far even though it is NaN, and any number is better than NaN
     assert [point.best for point in run.curve] == [True, True, True, False, True]
     assert run.best.mean == pytest.approx(0.2)
     assert "the validation score at iteration 4 is nan" in caplog.text

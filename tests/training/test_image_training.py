@@ -50,10 +50,12 @@ def test_the_default_configuration_of_every_method_trains_on_images(name):
 
 
 def test_validation_has_as_many_ways_and_queries_as_classes_and_images_allow():
-    few_classes = validation_tasks(ImageTrainingConfig("anil", ways=5, validate_shots=2), images(images_per_class=6))
-    assert (few_classes.ways, few_classes.shots, few_classes.queries) == (3, 2, 4)
-    many_images = validation_tasks(ImageTrainingConfig("anil", ways=2), images(images_per_class=30))
-    assert (many_images.ways, many_images.shots, many_images.queries) == (2, 1, 15)
+    # three validation classes; of the six images of each, two are support images, which leaves four queries
+    small_tasks = validation_tasks(ImageTrainingConfig("anil", ways=5, validate_shots=2), images(images_per_class=6))
+    assert (small_tasks.ways, small_tasks.shots, small_tasks.queries) == (3, 2, 4)
+    # with enough classes and images, the tasks have `ways` classes and 15 queries
+    full_tasks = validation_tasks(ImageTrainingConfig("anil", ways=2), images(images_per_class=30))
+    assert (full_tasks.ways, full_tasks.shots, full_tasks.queries) == (2, 1, 15)
 
 
 def test_training_tasks_may_have_more_ways_than_validation_tasks():
@@ -63,7 +65,7 @@ def test_training_tasks_may_have_more_ways_than_validation_tasks():
     assert train_on_images(config, images(), progress=False).best.tasks == 2
 
 
-def test_without_validation_classes_there_is_no_validation():
+def test_there_is_no_validation_if_there_are_no_validation_classes():
     config = replace(default_config("anil"), **SHORT, ways=3)
     run = train_on_images(config, images(validation_classes=0), progress=False)
     assert run.best is None

@@ -165,6 +165,8 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 import small_runs
 
+# `number` counts the calls of `sample` or of `os.replace`; the process is killed in the call with this number
+
 def kill_process():
     os.kill(os.getpid(), signal.SIGKILL)
 

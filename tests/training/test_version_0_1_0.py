@@ -150,7 +150,7 @@ def test_options_that_differ_from_a_run_of_version_0_1_0_raise_an_error(tmp_path
 @pytest.mark.parametrize("name", ADAPTED_FROM)
 def test_a_model_that_version_0_1_0_adapted_predicts_the_same_probabilities(name):
     data = images_of(ADAPTED_FROM[name])
-    # every other one of the first three images of each test class
+    # take the first three images of each of the three test classes, and of these nine images every other one
     image_indices = [10 * label + index for label in (9, 10, 11) for index in range(3)][::2]
     pixels = np.moveaxis(data.images[image_indices].numpy(), 1, -1)
     pixels = pixels[..., 0] if pixels.shape[-1] == 1 else pixels

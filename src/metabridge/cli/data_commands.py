@@ -52,8 +52,8 @@ def check(
 
     Problems are unreadable images, duplicate images across splits, empty classes, and splits with too few classes or
     images for tasks with these --ways, --shots and --queries. The validation split needs only two classes, because
-    `train` reduces the ways and queries of validation tasks if necessary. The exit status is 0 if there are no
-    problems, 1 if there are problems (2 with --strict), and 2 if the data set cannot be read.
+    **metabridge train** reduces the ways and queries of validation tasks if necessary. The exit status is 0 if there
+    are no problems, 1 if there are problems (2 with --strict), and 2 if the data set cannot be read.
 
     Example: **metabridge data check photos --ways 5 --shots 5**
     """

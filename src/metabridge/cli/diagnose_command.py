@@ -72,16 +72,19 @@ def diagnose(
         ),
     ] = None,
     kernels: Annotated[
-        bool, typer.Option(help="Also predict accuracies with the kernels (NTK) of infinitely wide networks.")
+        bool,
+        typer.Option(
+            help="Also predict the accuracies of MTL, ANIL and MAML in infinitely wide networks, with the NTK."
+        ),
     ] = True,
     size: SizeOption = None,
     min_images: MinImagesOption = None,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
 ) -> None:
-    """Recommend how to train on a data set: with MAML, ANIL, or without adaptation (NAL). No network is trained.
+    """Recommend how to train on a data set: with MAML, with ANIL, or without adaptation. No network is trained.
 
-    Samples tasks and, for each task, fits a linear model on the network's features. From these models, estimates how
+    Samples tasks and, for each task, fits a linear model on the features of --model. From these models, estimates how
     hard the tasks are and how far apart their optimal weights are. Predicts by how much MAML would lower the expected
     loss compared with training without adaptation (non-adaptive learning, NAL), and compares this gain with the
     additional cost of MAML.

@@ -66,8 +66,8 @@ def reproduce(
     scale: Annotated[
         Scale,
         typer.Option(
-            help="quick: takes minutes on a CPU; paper: the size of the published experiment (some are reduced, see "
-            "docs/results.md)."
+            help="quick: takes minutes on a CPU; paper: as large as the published experiment, with the exceptions that "
+            "docs/results.md lists."
         ),
     ] = Scale.quick,
     device: DeviceOption = Device.auto,
@@ -88,7 +88,7 @@ def reproduce(
         str,
         typer.Option(
             metavar="NAME,...",
-            help="Run only these parts of the experiment, such as maml,anil. An unknown name prints all "
+            help="Run only these parts of the experiment, such as maml,anil. An unknown name lists all "
             "names. Default: all.",
         ),
     ] = "",
@@ -97,8 +97,8 @@ def reproduce(
         typer.Option(
             min=0,
             callback=reject_nan,
-            help="Time limit in minutes for each training run. Runs that are trained at the same time share one limit. "
-            "Run the same command again to continue. Default: no limit.",
+            help="Time limit in minutes for each training run. The limit counts once for runs that are trained "
+            "together. Run the same command again to continue. Default: no limit.",
         ),
     ] = None,
 ) -> None:
@@ -144,7 +144,7 @@ def reproduce(
 
 @app.command()
 def methods() -> None:
-    """List the training methods: what adapts to a task, with which solver, and how the training gradient is computed.
+    """List the training methods: which parameters adapt to a task, by which solver, and how the gradient is computed.
 
     The table shows the default settings of each method; docs/methods.md explains its columns. Pass the name of a method
     to **metabridge train --method** or, in Python, to **metabridge.method**.

@@ -109,7 +109,8 @@ def export(
     """Export the feature extractor of a run as an ONNX model, for programs without PyTorch.
 
     The model takes any number of images, of shape (n, channels, size, size) with values from 0 to 1. If onnxruntime is
-    installed, its outputs are compared with those of PyTorch, and the file is written only if they agree.
+    installed, the outputs of the ONNX model are compared with those of PyTorch, and the file is written only if they
+    agree.
 
     With --support, first adapts the model to the classes in that folder. The ONNX model is then the adapted feature
     extractor, and its head is written to a JSON file next to it: kind, weight and bias, the class names, and whether

@@ -130,7 +130,8 @@ def metabridge(
     Start with **metabridge demo**, which takes a few minutes and needs no data.
 
     To train on your own images, put them into a folder with one subfolder per class. Check the folder with
-    **metabridge data check FOLDER**, and then run **metabridge train**, **evaluate** and **adapt**.
+    **metabridge data check FOLDER**, and then run **metabridge train** and **evaluate**. Training needs many classes.
+    **metabridge adapt** then classifies images of new classes, from a few labeled images of each.
     """
     if version:
         from metabridge import __version__

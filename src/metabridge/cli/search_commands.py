@@ -51,7 +51,13 @@ class SearchKernel(StrEnum):
 
 CellsOption = Annotated[int, typer.Option(min=3, max=1000, help="Number of cells of the network.")]
 ChannelsOption = Annotated[
-    int, typer.Option(min=1, max=4096, help="Number of channels of the first cells; each reduction cell doubles it.")
+    int,
+    typer.Option(
+        min=1,
+        max=4096,
+        help="Number of channels of the first cells; each reduction cell halves the "
+        "height and width, and doubles the number of channels.",
+    ),
 ]
 TasksOption = Annotated[int, typer.Option(min=1, max=1000, help="Number of tasks for which the kernel is computed.")]
 RepeatsOption = Annotated[
@@ -98,7 +104,7 @@ def search(
         SearchKernel,
         typer.Option(
             help="What guides the search. maml, anil or ntk: the condition number of this kernel and the number of "
-            "linear regions; none: only linear regions; random: nothing, draw random cells."
+            "linear regions; none: only linear regions; random: no proxy, cells are drawn at random."
         ),
     ] = SearchKernel.maml,
     cells: CellsOption = 5,
@@ -131,9 +137,9 @@ def search(
     """Run a training-free architecture search for few-shot learning.
 
     Starts from a supernet with all operators on all edges and removes operators step by step. Operators are ranked by
-    two zero-cost proxies of the untrained network: the condition number of its kernel and its number of linear
-    regions. Writes architecture.json, a drawing of the cells (cells.png) and all scores (search.jsonl). Run the same
-    command again to continue a stopped search.
+    two zero-cost proxies of the untrained network: the condition number of its kernel (--kernel) and its number of
+    linear regions. Writes architecture.json, a drawing of the cells (cells.png) and all scores (search.jsonl). Run the
+    same command again to continue a stopped search.
 
     Example: **metabridge search --data mini-imagenet:data --size 32 --cells 5 --kernel maml --out runs/search**
     """
@@ -213,14 +219,14 @@ def score(
         ),
     ] = None,
 ) -> None:
-    """Score an untrained network by proxies for its accuracy: condition numbers of its kernels, and linear regions.
+    """Score an untrained network by proxies for its accuracy: condition numbers of kernels, and linear regions.
 
-    --cells and --channels apply only to an architecture.json. Its linear regions are counted as in a search: with image
-    patches, in a network of three cells whose first cell has one channel, regardless of --cells and --channels. For
-    other networks, they are counted in the network itself, with whole images.
+    --cells and --channels are those of the network that is built from an architecture.json for its condition numbers.
+    Its linear regions are counted as in a search: with image patches, in a network of three cells whose first cell has
+    one channel. In other networks, linear regions are counted with whole images.
 
-    Batch norm is replaced by group norm, so that the output for an image does not depend on the batch, except when the
-    linear regions of an architecture.json are counted.
+    For condition numbers, batch norm is replaced by group norm, so that the output for an image does not depend on the
+    batch. This is also done for linear regions, except those of an architecture.json.
 
     Example: **metabridge score --model runs/search/architecture.json --data glyphs**
     """

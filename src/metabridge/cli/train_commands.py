@@ -40,8 +40,8 @@ HeadOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME",
-        help=f"Classifier to fit on the features at test time: {alternatives(head_names())}. Default: the head of the "
-        "method.",
+        help=f"Classifier to fit on the features of the support images: {alternatives(head_names())}. Default: the "
+        "head of the method.",
     ),
 ]
 DataOption = Annotated[
@@ -263,7 +263,7 @@ def evaluate(
 
     Prints the mean accuracy over tasks, the class with the lowest accuracy, and the expected calibration error if the
     head predicts probabilities. All models are evaluated on the same tasks. With several runs, also prints the mean
-    difference in accuracy between each run and the first, with the 95 % confidence interval of the per-task
+    difference in accuracy between each run and the first, with its 95 % confidence interval, computed from the per-task
     differences.
 
     Example: **metabridge evaluate runs/mtl runs/maml --shots 1,5 --tasks 2000**

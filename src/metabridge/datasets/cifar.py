@@ -6,10 +6,10 @@ published archive of either folder (.tar.gz). The superclasses are the 20 coarse
 
 - CIFAR-FS (Bertinetto et al. 2019): 64, 16 and 20 classes.
 - FC100 (Oreshkin et al. 2018): 60, 20 and 20 classes. The splits share no coarse label.
-- FS-CIFAR100 (Collins et al. 2022): 80 training and 20 test classes. The paper does not list them and cites Oreshkin
-  et al., so metabridge uses the test classes of FC100. As in the paper, 450 images of each training class are used for
-  training, and 150 to measure the accuracy on seen classes. These 150 images form the validation split, with class
-  names such as "apple (held out)". The paper does not say which images are held out; metabridge holds out
+- FS-CIFAR100 (Collins et al. 2022): 80 training and 20 test classes. The paper does not list the classes and cites
+  Oreshkin et al., so metabridge uses the test classes of FC100. As in the paper, 450 images of each training class are
+  used for training, and 150 to measure the accuracy on seen classes. These 150 images form the validation split, with
+  class names such as "apple (held out)". The paper does not say which images are held out; metabridge holds out
   all 100 images of the class in CIFAR-100's test file and the last 50 images of the class in the training file.
 """
 
@@ -56,9 +56,11 @@ LAYOUT_FILES = {  # folder name of each layout -> its files
 
 
 class _Cifar(NamedTuple):
+    """All images of CIFAR-100, those of the training file first, with their labels and the names of the labels."""
+
     images: NDArray[np.uint8]  # (n, 3072): red, green and blue plane of each image
-    fine_labels: NDArray[np.int64]
-    coarse_labels: NDArray[np.int64]
+    fine_labels: NDArray[np.int64]  # (n,), indices into `fine_names`
+    coarse_labels: NDArray[np.int64]  # (n,), indices into `coarse_names`
     fine_names: list[str]
     coarse_names: list[str]
     train_count: int  # the first `train_count` images are from the training file
@@ -97,7 +99,7 @@ def open_source(root: Path, name: str = "cifar-fs") -> ImageSource:
     metabridge.errors.InputError: nowhere does not contain CIFAR-100. Put cifar-100-python.tar.gz or ...
     """
     list_files(root)  # raises an error if the data set is not there
-    layout, path = _locate(root) or ("", root)
+    layout, path = _locate(root) or ("", root)  # not None, or `list_files` would have raised
     cifar = _read(layout, path)
     split_table = "cifar_fs" if name == "cifar-fs" else "fc100"  # FS-CIFAR100 has the test classes of FC100
     split_of = {class_name: split for split, class_name in read_split_table(split_table)}
@@ -140,6 +142,7 @@ def _locate(root: Path) -> tuple[str, Path] | None:
 
 
 def _read(layout: str, path: Path) -> _Cifar:
+    """Read the data set from `path`, a folder or an archive with the files `LAYOUT_FILES[layout]`."""
     if path.is_file():
         contents = _read_archive(path, layout)
     else:

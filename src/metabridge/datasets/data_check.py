@@ -115,7 +115,7 @@ def summarize_image(content: Content) -> ImageSummary:
     image = open_image(content)
     width, height, mode = *image.size, image.mode
     rgb = to_8_bit(image, 3)
-    # The salt distinguishes images of different shapes, because their pixels can be the same bytes.
+    # The salt distinguishes images of different shapes whose pixels are the same bytes.
     digest = hashlib.blake2b(rgb.tobytes(), digest_size=16, salt=str(rgb.size).encode()[:16]).digest()
     return ImageSummary(width, height, mode, digest)
 
@@ -182,7 +182,8 @@ def check_dataset(
         label: info.split
         for label, info in zip(labels, assign_splits([source.classes[label] for label in labels], seed))
     }
-    # `large_class_counts`: the number of classes that each split would have with --min-images.
+    # `large_class_counts`: the number of classes that each split would have with --min-images. Without the small
+    # classes, a random split is a different one, so the remaining classes are split again.
     large_classes = [source.classes[label] for label in labels if counts[label] >= shots + queries]
     large_class_counts = Counter(info.split for info in assign_splits(large_classes, seed))
     groups_of_equal_images = (
@@ -233,8 +234,9 @@ def _obstacle(
 ) -> str:
     """Return the reason why tasks cannot be sampled from a split, with a fix; an empty string if they can be sampled.
 
-    During training, validation uses fewer ways and queries if necessary. For the validation split, the text therefore
-    describes the tasks that are used instead.
+    During training, validation uses fewer ways and queries if necessary. For the validation split, the returned text
+    therefore describes the tasks that are used instead.
+
     `class_sizes` contains the number of images of each class, `smallest_class` is the name of the smallest class, and
     `large_class_count` is the number of classes that the split would have if classes with too few images were omitted.
     """

@@ -1,9 +1,10 @@
 """Folders of images: one folder per class, optionally inside one folder per superclass.
 
 A folder is a class if it contains images, or if it contains no folders (an empty class). The class is named by the path
-of the folder, and its superclass is the parent folder, or "all" if there is none. For example, the image
-`animals/cat/1.jpg` has the class `animals/cat` and the superclass `animals`. Images may have any size and mode, and any
-format in `image_decoding.FORMATS`. By default, the central square of each image is resized to 84 × 84 pixels in RGB.
+of the folder, relative to the data set or to its split folder, and its superclass is the parent folder, or "all" if
+there is none. For example, the image `animals/cat/1.jpg` has the class `animals/cat` and the superclass `animals`.
+Images may have any size and mode, and any format in `image_decoding.FORMATS`. By default, the central square of each
+image is resized to 84 × 84 pixels in RGB.
 
 If at least two of the folders train, validation (or val, valid) and test exist, they are the splits of the classes. If
 only one of them exists, it is the whole data set. Without splits, the classes are split at random: 64 % train, 16 %
@@ -69,7 +70,8 @@ def open_source(root: Path) -> ImageSource:
     ...     open_source(Path(root)).classes
     (ClassInfo(name='trees/oak', superclass='trees', split=''),)
     """
-    # Without split folders, the classes are directly in `root` and belong to no split, written as "".
+    # Name of each split folder -> its split. If there are no split folders, the only entry is `root` itself (named "")
+    # with no split (also written "").
     split_of = {folder.name: split for split, folder in split_folders(root).items()} or {"": ""}
     class_folders = find_class_folders(root, list(split_of))
     classes: dict[ClassInfo, list[str]] = {}

@@ -136,9 +136,11 @@ def load_glyphs(seed: int = 0, cache: str | Path | None = None) -> LabeledImages
 
 class _Character(NamedTuple):
     alphabet: int  # index in `ALPHABETS`
-    code: int
+    code: int  # Unicode code point
     shapes: NDArray[np.uint8]  # (fonts, _FRAME_SIZE, _FRAME_SIZE), for the fonts that contain the character
-    regular_count: int  # the first `regular_count` shapes are from regular fonts; 1 if all shapes are from bold fonts
+    # Number of shapes that are compared with those of other characters: the first shapes, which are from regular fonts,
+    # or only the first one if all are from bold fonts.
+    regular_count: int
 
 
 def _draw(seed: int) -> LabeledImages:
@@ -223,6 +225,7 @@ def _remove_lookalikes(candidates: list[_Character]) -> list[_Character]:
     foreground = avg_pool2d(shapes[:, None].float() / 255, 2)
     y, x = torch.meshgrid(*2 * [torch.arange(-distance, distance + 1)], indexing="ij")
     disc = (x**2 + y**2 <= distance**2).float()
+    # for each shape: the pixels that are at most `distance` away from its foreground
     is_near = conv2d((foreground > 0.35).float(), disc[None, None], padding=distance) > 0
     foreground, is_far = foreground.flatten(1), (~is_near).float().flatten(1)
     character_of = torch.arange(len(candidates)).repeat_interleave(torch.tensor([c.regular_count for c in candidates]))
@@ -250,8 +253,9 @@ def _sample_render_parameters(character: _Character, seed: int) -> tuple[NDArray
 
     inside = character.shapes > 127
     distance = np.stack([distance_transform_edt(shape) - distance_transform_edt(~shape) for shape in inside])
-    # Half the stroke width is about twice the mean distance inside the strokes. It is widened to at least 1.8 pixels of
-    # the frame; otherwise, strokes would be thinner than a pixel of the final image, which is three times smaller.
+    # Half the stroke width is about twice the mean distance inside the strokes. Strokes are widened until this half is
+    # at least 1.8 pixels of the frame; otherwise, they would be thinner than a pixel of the final image, which is three
+    # times smaller.
     half_width = 2 * np.array([values[shape].mean() for values, shape in zip(distance, inside)])
     font = rng.integers(len(distance), size=IMAGES_PER_CHARACTER)
     widening = np.maximum(uniform(-0.8, 1.6), 1.8 - half_width[font])

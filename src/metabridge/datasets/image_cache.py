@@ -190,7 +190,7 @@ def fingerprint(files: Iterable[Path], root: Path) -> str:
     names = sorted(map(str, files))  # tens of thousands of Path objects would be slow
     stats = [_size_and_time(name) for name in names]
     hash_contents = len(names) <= MAX_HASHED_FILES and sum(size for size, _ in stats) <= MAX_HASHED_BYTES
-    # Names are hashed relative to `root`: without its path and a slash. Names in "." start with neither.
+    # Names are hashed relative to `root`: without its path and a slash. If `root` is ".", the names contain neither.
     root_length = len(str(root)) if str(root) != "." else -1
     key = hashlib.sha256()
     for name, (size, modified) in zip(names, stats):
@@ -216,7 +216,7 @@ def load_or_decode(
         key: The fingerprint of the data set's files.
         options: Decoding options.
         open_source: Returns the undecoded images. Called only if they must be decoded.
-        path: The path of the data set, for error messages. Default: its name.
+        path: The path of the data set, for error messages. Default: `name`.
 
     >>> import numpy as np
     >>> from metabridge.datasets.image_files import RawImage
@@ -258,8 +258,8 @@ def _digest(file: str) -> str:
         return "unreadable"
 
 
-# The keys of the index are those of version 0.1.0, such as "form" (description), "same" (duplicates) and "blocks"
-# (checksums of the pixels).
+# The keys of the index are those of version 0.1.0: "form" (description), "empty" (names of empty classes), "same"
+# (duplicates), "blocks" (checksums of the pixels) and so on.
 
 
 def _read_entry(pixel_file: Path, index_file: Path) -> CachedImages:
@@ -329,7 +329,7 @@ def _write_entry(
                     array, digest = result
                     images_by_digest.setdefault(digest, []).append((len(labels), image.name))
                     if len(labels) % images_per_checksum == 0:
-                        checksums.append(0)
+                        checksums.append(0)  # start the checksum of the next images
                     checksums[-1] = zlib.crc32(array.data, checksums[-1])
                     labels.append(image.label)
                     pixel_stream.write(array.data)

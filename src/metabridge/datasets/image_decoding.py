@@ -29,12 +29,14 @@ MAX_THREADS = 8
 # Pillow reads other formats too, but some start external programs (EPS), and the rest are not used in image data sets.
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF", "HEIF", "JXL")
 MAX_PIXELS = 50_000_000  # per image; Pillow keeps up to five copies of a WebP image
-MAX_WIDTH_OR_HEIGHT = 2**16 - 1  # in pixels; above, some decoders and resizing need gigabytes of memory
-MAX_SCANNED_PIXELS = 2**32  # pixels × scans of a JPEG: every scan processes all pixels, even a scan of 10 bytes
-SCAN_MARKER = b"\xff\xda"
+MAX_WIDTH_OR_HEIGHT = 2**16 - 1  # in pixels; for longer sides, some decoders and resizing need gigabytes of memory
+# A progressive JPEG file stores an image in several scans, and the decoder processes all pixels in every scan, even if
+# the scan has only 10 bytes. This limits the number of pixels times the number of scans.
+MAX_SCANNED_PIXELS = 2**32
+SCAN_MARKER = b"\xff\xda"  # the first bytes of a scan
 ORIENTATION, TILE_WIDTH, TILE_HEIGHT = 0x0112, 0x0142, 0x0143  # EXIF and TIFF tags
 OUT_OF_MEMORY = ("decoder error -9", "out of memory when reading image file")  # Pillow's messages
-_memory_freed = threading.Condition()
+_memory_freed = threading.Condition()  # notified when an image has been converted
 _pixels_in_use = [0]  # total number of pixels of the images that are being converted
 
 
@@ -45,8 +47,8 @@ class DecodeOptions:
     Args:
         size: Width and height of the result in pixels.
         channels: Number of channels: 1 (gray) or 3 (RGB).
-        crop: Whether to crop the largest central square. By default, the whole image is resized to a square, as in the
-            published data sets.
+        crop: Whether to crop each image to its largest central square before resizing it. If false, the whole image is
+            resized to a square, even if this changes its proportions.
         invert: Whether to replace each value v by 255 - v, so that black strokes on white become 255 on 0.
     """
 
@@ -190,7 +192,7 @@ def map_images(
     """Apply a function to the content of every image in several threads, and yield (image, result) pairs in order.
 
     If the function raises an error, the result is an `Unreadable`. Only the images that are being processed are in
-    memory. On a terminal, a progress bar is shown.
+    memory. On a terminal, a progress bar with this title is shown.
 
     >>> source = ImageSource("a toy", (), 1, lambda: iter([RawImage("a.png", 0, b"no image")]))
     >>> [result for _, result in map_images(source, open_image, "Opening")]
@@ -255,7 +257,9 @@ def _try_apply(function: Callable[[Content], Result], content: Content) -> Resul
         return Unreadable("it is not an image that Pillow reads")
     except MemoryError:
         return Unreadable("not enough memory", temporary=True)
-    except FileNotFoundError as error:  # not temporary: adding the file changes the fingerprint of the data set
+    except FileNotFoundError as error:
+        # Not temporary: if the file is added later, the fingerprint in the names of the cache files changes, so the
+        # images are decoded again anyway.
         return Unreadable(error.strerror or str(error))
     except OSError as error:  # Pillow raises OSError without errno for damaged files
         temporary = error.errno is not None or str(error).endswith(OUT_OF_MEMORY)

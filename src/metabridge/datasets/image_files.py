@@ -23,13 +23,14 @@ from metabridge.errors import InputError
 READABLE_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm", ".pbm")
 # Pillow reads the four formats added here only with plugins or optional libraries.
 IMAGE_SUFFIXES = frozenset({*READABLE_SUFFIXES, ".heic", ".heif", ".avif", ".jxl"})
+# Name of a split in paths -> split.
 SPLIT_NAMES = {"train": "train", "validation": "validation", "valid": "validation", "val": "validation", "test": "test"}
 SYSTEM_FOLDERS = frozenset({"__MACOSX", "lost+found", "System Volume Information", "$RECYCLE.BIN"})
 SPLIT_FRACTIONS = {"validation": 0.16, "test": 0.2}  # of the classes, as in mini-ImageNet; the others are for training
 MAX_IMAGE_BYTES = 2**29
 _BROKEN_LINK_ERRORS = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
-Content = bytes | NDArray[np.uint8] | Callable[[], bytes]
+Content = bytes | NDArray[np.uint8] | Callable[[], bytes]  # see `RawImage`
 
 
 class RawImage(NamedTuple):
@@ -99,7 +100,7 @@ def source_from_files(
 
 
 class ClassFolders(NamedTuple):
-    """The image paths of every class folder, and notes on links that were skipped."""
+    """The paths of the images in every class folder, by the path of the folder, and notes on skipped links."""
 
     images: dict[str, list[str]]
     notes: tuple[str, ...]
@@ -126,9 +127,9 @@ def find_class_folders(root: Path, subfolders: Sequence[str] = ("",)) -> ClassFo
         images = [name for name in files if Path(name).suffix.lower() in IMAGE_SUFFIXES]
         if folder not in start_folders and (images or not inner_folders):
             classes[folder.relative_to(root)] = images
-    order = {subfolder: position for position, subfolder in enumerate(subfolders)}
+    position_of = {subfolder: position for position, subfolder in enumerate(subfolders)}
     paths = {}
-    for folder in sorted(classes, key=lambda path: (order.get(path.parts[0], 0), path.parts)):
+    for folder in sorted(classes, key=lambda path: (position_of.get(path.parts[0], 0), path.parts)):
         name = folder.as_posix()
         paths[name] = [f"{name}/{image}" for image in classes[folder]]
     skipped = [

@@ -26,7 +26,7 @@ class DatasetReader(NamedTuple):
         matches: Returns whether a path contains the data set.
         list_files: Returns the files of the data set, for its fingerprint.
         open_source: Returns the classes and undecoded images of the data set.
-        options: Arguments of `load` that only some data sets accept, this one included.
+        options: The names of the arguments of `load` that this data set accepts but some others reject.
     """
 
     decode_options: DecodeOptions
@@ -84,7 +84,7 @@ def load(
             folder.
         size: Width and height of the images in pixels. Default: the usual size of the data set.
         channels: 1 (gray) or 3 (RGB). Default: the usual number for the data set.
-        strict: Raise an error instead of skipping unreadable images and classes without a readable image.
+        strict: If an image is unreadable, or a class has no readable image, raise an error instead of skipping it.
         min_images: Omit classes with fewer images from all splits.
         rotations: Add each class of Omniglot rotated by 90°, 180° and 270° as three further classes.
         seed: For folders and parquet files without splits, the seed of the random split of the classes. For "glyphs",
@@ -152,7 +152,7 @@ def detect(path: str | Path) -> str:
         )
     raise InputError(
         f"{path} contains no recognized data set. Supported formats: {formats}, parquet and folders of images. "
-        "For folders of images, make one subfolder per class there, and put the images of the class into it."
+        "To use single images, make one subfolder per class there, and put the images of the class into it."
     )
 
 
@@ -189,7 +189,7 @@ def _exists(path: str) -> bool:
 
 
 def existing_path(name: str, root: str | Path | None) -> Path:
-    """Return the path of a data set; raise `InputError` if it is None or does not exist.
+    """Return the path `root` of the data set `name`; raise `InputError` if it is None or does not exist.
 
     >>> existing_path("omniglot", None)
     Traceback (most recent call last):

@@ -47,7 +47,7 @@ def matches(root: Path) -> bool:
     """
     if _csv_files(root) or _pickle_files(root):
         return True
-    shards = parquet.list_files(root) if root.is_dir() else []
+    shards = parquet.list_files(root) if root.is_dir() else []  # the parquet files
     names = parquet.class_names(shards[0]) if shards else None
     return names is not None and len(names) == NUM_CLASSES and all(re.fullmatch(r"n\d{8}", name) for name in names)
 

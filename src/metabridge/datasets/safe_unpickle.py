@@ -17,7 +17,7 @@ from metabridge.errors import InputError
 MAX_DEPTH = 64  # of nested containers
 MAX_NUMBER_LENGTH = 1024  # bytes of an integer, or characters of a number in text
 MAX_KEY = 2**24  # larger integer keys can be chosen with colliding hashes, which makes dictionaries slow
-MAX_MEMO_INDEX = 2**26  # limit of the keys of the memo, or the size of the pickle if that is larger
+MAX_MEMO_INDEX = 2**26  # limit of the keys of the memo (see `_Reader`), or the size of the pickle if that is larger
 BASE_RESULT_BYTES = 2**24  # the size of the result is limited to this plus four times the size of the pickle
 BASE_MEMORY = 2**28  # the memory for reading is limited to this many bytes plus four times the size of the pickle
 REFERENCE_BYTES = 8  # the memory of a reference in a container

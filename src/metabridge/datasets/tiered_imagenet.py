@@ -119,7 +119,7 @@ def _source_from_folders(root: Path) -> ImageSource:
 def _source_from_pickles(pickles: dict[str, tuple[Path, Path]]) -> ImageSource:
     labels = {split: _read_labels(file) for split, (_, file) in pickles.items()}
     classes: list[ClassInfo] = []
-    label_of: dict[tuple[str, int], int] = {}
+    label_of: dict[tuple[str, int], int] = {}  # (split, class number in the pickle of the split) -> index in `classes`
     for split, (class_numbers, category_numbers, class_names, categories) in labels.items():
         # Class number -> first row of the class, from which its category is read.
         first_row = {number: row for row, number in reversed(list(enumerate(class_numbers)))}
@@ -174,9 +174,10 @@ def _read_labels(file: Path) -> tuple[list[int], list[int], list[str], list[str]
 
 
 def _read_numbers(file: Path, content: dict[str, Any], key: str) -> tuple[list[int], list[str]]:
-    """Return the number of each image and the names that the numbers index.
+    """Return the class number or category number of each image, and the names that these numbers index.
 
-    If the file has no names, the numbers as text are the names.
+    `key` is "label_specific" for classes and "label_general" for categories. If the file has no names,
+    the numbers as text are the names.
     """
     if f"{key}_str" in content:
         names = parse_names(file, f"{key}_str", content[f"{key}_str"])

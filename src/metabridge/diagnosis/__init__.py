@@ -1,4 +1,7 @@
-"""Predict before training which method is worth its cost: pre-training without adaptation (NAL), ANIL or MAML."""
+"""Predict before training which method is worth its cost: pre-training, ANIL or MAML.
+
+Pre-training means training without adaptation, which is also called non-adaptive learning (NAL).
+"""
 
 from metabridge.diagnosis.advice import Advice, KernelPrediction, MethodCost
 from metabridge.diagnosis.diagnose_tasks import Diagnosis, Group, diagnose, untrained_network

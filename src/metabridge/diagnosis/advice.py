@@ -21,7 +21,7 @@ from metabridge.training.evaluation import Score, evaluate, select_model
 
 # Smallest ratio of the risk of non-adaptive learning (NAL) to that of MAML for which adaptation is recommended.
 MIN_RATIO = 1.25
-MIN_RELATIVE_GAIN = 0.001  # smallest relative reduction of the expected loss for which it is recommended
+MIN_RELATIVE_GAIN = 0.001  # smallest relative reduction of the expected loss for which adaptation is recommended
 MIN_AGREEMENT = 0.8  # smallest fraction of bootstrap samples that must give the same recommendation
 NO_GAIN = "training with adaptation is not expected to be worth its cost"
 KERNEL_METHODS: tuple[kernel_predictors.KernelMethod, ...] = ("mtl", "anil", "maml")
@@ -122,10 +122,10 @@ class Advice:
 def predict_with_kernels(
     kernel: Kernel, environment: Environment, seed: int, *, progress: bool = False
 ) -> tuple[KernelPrediction, ...]:
-    """Predict the scores of infinitely wide networks on new tasks: without meta-training, and with MTL, ANIL and MAML.
+    """Predict the scores of infinitely wide networks on new tasks.
 
-    At test time, the support sets are fitted to convergence. The ridge of each method is selected from `RIDGES` on
-    validation tasks.
+    The networks are compared without meta-training, and with multi-task learning (MTL), ANIL and MAML. At test time,
+    the support sets are fitted to convergence. The ridge of each method is selected from `RIDGES` on validation tasks.
 
     Args:
         kernel: The kernel of the network.

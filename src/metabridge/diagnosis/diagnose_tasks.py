@@ -51,7 +51,7 @@ GROUPINGS: dict[str, str] = {
 }
 TASKS_PER_BATCH = 16
 FEW_TASKS = 50  # with fewer tasks, the bootstrap underestimates the uncertainty
-MAX_DIVERGING_SHARE = 0.05  # if the step diverges on a larger share of the tasks, no method is recommended
+MAX_DIVERGING_SHARE = 0.05  # if the adaptation step diverges on a larger share of the tasks, no method is recommended
 STATISTICS_IMAGES = 512  # images for the batch norm statistics of an untrained network
 # Keys in diagnosis.json that differ from the field names of `Diagnosis`.
 _JSON_KEYS = {
@@ -98,7 +98,7 @@ class Diagnosis:
         grouping: How hard and easy tasks were separated.
         rates: Convergence rate of gradient descent on each task.
         curvatures: Largest eigenvalue λ_max of each task's feature covariance.
-        diverging_share: Share of tasks on which the step diverges, because α·λ_max is 2 or more.
+        diverging_share: Share of tasks on which the adaptation step diverges, because α·λ_max is 2 or more.
         is_hard: Whether each task is hard.
         projected_solutions: Solution of each task, projected to two dimensions.
         groups: Estimates for the hard and the easy tasks.
@@ -237,8 +237,8 @@ def diagnose(
         net: Network or trained model that computes the features.
         features: Function from inputs (n, ...) to features (n, d), as an alternative to `net`. If both are None, the
             inputs must be vectors and are used as features.
-        kernel: Kernel of an infinitely wide network. If it is passed, the scores of MTL, ANIL and MAML at infinite
-            width are also predicted.
+        kernel: Kernel of an infinitely wide network. If it is passed, the scores of multi-task learning (MTL), ANIL and
+            MAML at infinite width are also predicted.
         groups: How to separate hard and easy tasks: by estimated "hardness", by "superclasses" of images, or by the two
             "parts" of a `Mixture`, of which the first is hard.
         tasks: Number of tasks to sample, at least 10. Half of them are hard if `groups` is not "hardness".

@@ -4,7 +4,7 @@ The risk of MAML is compared with that of non-adaptive learning (NAL), which tra
 are those of Collins et al. (2022, §3), in `metabridge.theory.landscape`. w* is the solution of a task, x are its
 features, Σ is their covariance E[xxᵀ], and y are its targets. F_m is the expected loss after an adaptation step on m
 samples. The noise floor is the part of F_m that is due to label noise, and the excess risk 𝓔_m is F_m minus the noise
-floor. 𝓔_m is a quadratic form with the matrix Q^{(m)}.
+floor. 𝓔_m of weights w is a quadratic form in w − w* with the matrix Q^{(m)}, averaged over the tasks.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ class LandscapeEstimate:
             ]
         )
         bias = bootstrap_terms.mean(0) - terms
-        # Lower limits of the first two terms: the gain, 𝓔_m(NAL) − 𝓔_m(MAML), and MAML's risk.
+        # Lower limits of the first two terms: the gain, 𝓔_m(NAL) − 𝓔_m(MAML), and MAML's risk, which is a denominator.
         lower_limits = torch.tensor([0.0, 1e-9 * float(terms[1])], dtype=torch.float64)
         gain, maml_risk = (terms - bias)[:2].clamp_min(lower_limits).tolist()
         # twice the bias: the sample of the tasks has it once, and a bootstrap sample of these tasks a second time
@@ -424,7 +424,8 @@ def split_by_rate(rates: Tensor) -> Tensor:
     hard_count = min(
         sizes, key=lambda size: float(_sum_of_squares(log_rates[:size]) + _sum_of_squares(log_rates[size:]))
     )
-    return rates.argsort().argsort() < hard_count
+    ranks = rates.argsort().argsort()
+    return ranks < hard_count
 
 
 def _trace(matrices: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ class FeatureSpace:
     Regression tasks without a network or feature function are not projected.
 
     Args:
-        name: Name in reports.
+        name: Name of this space in reports.
         features: Function from inputs (n, ...) to features (n, d).
         project: Projection of features (..., d).
         is_classification: Whether tasks have class labels and are treated as regression on pairs of examples.
@@ -105,7 +105,7 @@ def mean_rates(
 
     Args:
         environments: Sources of tasks, by name.
-        net: Network that computes the features.
+        net: Network or trained model that computes the features.
         tasks: Number of tasks to sample from each environment.
         seed: Seed of the tasks.
 
@@ -133,7 +133,7 @@ def mean_rates(
 
 
 def _network_features(net: Network | Model) -> FeatureMap:
-    nal = method("nal")
+    nal = method("nal")  # non-adaptive learning; any method would do, since only features are computed
     model = net if isinstance(net, Model) else Model(nal, net, parameters(nal, net))
     return lambda x: model.features(x.to(model.device))
 

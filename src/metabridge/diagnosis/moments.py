@@ -137,8 +137,8 @@ def regression_moments(x: Tensor, y: Tensor) -> SplitMoments:
             "Diagnose each output separately."
         )
     y = y.double().squeeze(-1)
-    half = x.shape[1] // 2
-    return SplitMoments.from_examples(_split(x, half), _split(y, half), half / x.shape[-1])
+    half_size = x.shape[1] // 2
+    return SplitMoments.from_examples(_split(x, half_size), _split(y, half_size), half_size / x.shape[-1])
 
 
 def pair_moments(φ: Tensor, labels: Tensor) -> SplitMoments:
@@ -151,9 +151,10 @@ def pair_moments(φ: Tensor, labels: Tensor) -> SplitMoments:
     # Sort by class, so that both halves have similar class frequencies.
     sort_indices = labels.argsort(dim=1, stable=True)
     labels, φ = labels.gather(1, sort_indices), φ.gather(1, sort_indices[..., None].expand_as(φ))
-    half = φ.shape[1] // 2
-    φ, labels = _split(φ, half), _split(labels, half)
-    first, second = torch.triu_indices(half, half, offset=1, device=φ.device)
+    half_size = φ.shape[1] // 2
+    φ, labels = _split(φ, half_size), _split(labels, half_size)
+    # indices of the first and of the second example of each pair
+    first, second = torch.triu_indices(half_size, half_size, offset=1, device=φ.device)
     same_class = (labels[..., first] == labels[..., second]).double()
     if not same_class.any():
         raise InputError(
@@ -163,7 +164,7 @@ def pair_moments(φ: Tensor, labels: Tensor) -> SplitMoments:
     pairs = symmetric_products(φ[..., first, :], φ[..., second, :])
     # Center within each task, because a constant added to all similarities of a task does not affect its predictions.
     pairs, targets = pairs - pairs.mean(-2, keepdim=True), same_class - same_class.mean(-1, keepdim=True)
-    return SplitMoments.from_examples(pairs, targets, half / φ.shape[-1])
+    return SplitMoments.from_examples(pairs, targets, half_size / φ.shape[-1])
 
 
 def symmetric_products(a: Tensor, b: Tensor) -> Tensor:
@@ -201,6 +202,6 @@ def _check_not_singular(is_singular: Tensor) -> None:
         )
 
 
-def _split(values: Tensor, half: int) -> Tensor:
-    """Split the examples into those with even and those with odd indices (tasks, 2, half, ...)."""
-    return torch.stack([values[:, : 2 * half : 2], values[:, 1 : 2 * half : 2]], 1)
+def _split(values: Tensor, half_size: int) -> Tensor:
+    """Split the examples into those with even and those with odd indices (tasks, 2, half_size, ...)."""
+    return torch.stack([values[:, : 2 * half_size : 2], values[:, 1 : 2 * half_size : 2]], 1)

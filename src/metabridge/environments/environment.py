@@ -41,21 +41,21 @@ def check_environment(name: str, value: object) -> None:
     """Raise an `InputError` if an argument is not an environment.
 
     Args:
-        name: The name of the argument, for the error.
+        name: The name of the argument, for the error message.
         value: The value of the argument.
 
     >>> check_environment("environment", [1, 2])
     Traceback (most recent call last):
-    metabridge.errors.InputError: environment is a list, but must be a source of tasks. Use an environment of \
+    metabridge.errors.InputError: environment is a list, but must be an environment. Use an environment of \
 metabridge.environments, such as Sinusoid().
     """
     if isinstance(value, type):
         raise InputError(
-            f"{name} is the class {value.__name__}, but must be a source of tasks. Use an instance of the class."
+            f"{name} is the class {value.__name__}, but must be an environment. Use an instance of the class."
         )
     if callable(getattr(value, "sample", None)):
         return
     suggestion = "Use an environment of metabridge.environments, such as Sinusoid()."
     if callable(getattr(value, "tasks", None)):  # `LabeledImages`
         suggestion = "Call its method tasks, such as images.tasks('train')."
-    raise InputError(f"{name} is {type_with_article(value)}, but must be a source of tasks. {suggestion}")
+    raise InputError(f"{name} is {type_with_article(value)}, but must be an environment. {suggestion}")

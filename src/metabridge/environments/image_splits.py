@@ -104,7 +104,7 @@ def random_subset(images: LabeledImages, sizes: Mapping[str, tuple[int, int]], *
     """
     image_indices, splits = [], {}
     for split, (num_classes, images_per_class) in sizes.items():
-        # the images of one task are a random subset
+        # a random task with these numbers of classes and images is a random subset of the split
         environment = images.tasks(split, ways=num_classes, shots=1, queries=images_per_class - 1)
         task = environment.sample_indices(1, torch.Generator().manual_seed(seed))
         splits[split] = images.splits[split][task.classes[0]]
@@ -126,7 +126,7 @@ def hold_out_images(images: LabeledImages, min_held_out: int) -> LabeledImages:
         min_held_out: Minimum number of images of each class to hold out.
 
     Returns:
-        The same images with the additional validation classes.
+        The same images, with the splits "train", "validation" (the new classes) and "test" (unchanged).
 
     >>> from metabridge.datasets import load
     >>> hold_out_images(load("glyphs"), min_held_out=5)

@@ -44,7 +44,7 @@ class IndexedTasks:
             generator: A random generator on the CPU.
 
         Returns:
-            The tasks, with inputs in float64.
+            The tasks, whose inputs are image indices in float64.
         """
         indices = self.tasks.sample_indices(tasks, generator)
         if self.sort_keys is not None:

@@ -24,7 +24,7 @@ class Mixture:
     then the same as for independent environments, but its variance is higher.
 
     `Episodes.classes` is set only if all environments have the same `class_names`, such as image tasks of one split.
-    Only methods whose head has one output unit per training class need it.
+    It is needed only by methods whose head has one output unit per training class.
 
     Args:
         environments: The environments, which must not be mixtures.
@@ -64,7 +64,7 @@ class Mixture:
 
     @cached_property
     def classes(self) -> int | None:
-        """Number of classes, or None if the environments have different class names or no class names."""
+        """Number of classes that the environments share, or None if they have different class names or none."""
         names, *other_names = (getattr(environment, "class_names", None) for environment in self.environments)
         return None if names is None or any(other != names for other in other_names) else len(names)
 

@@ -159,7 +159,7 @@ class SharedRepresentation:
         return weights @ self.representation.mT.to(weights)
 
     def _sample_tasks(self, tasks: int, generator: torch.Generator) -> Episodes:
-        # before all other samples, so that `task_parameters` can sample only these
+        # The parameters are sampled before all else, so that `task_parameters` can sample the same ones by themselves.
         parameters = self._sample_parameters(tasks, generator)
         x = torch.randn(tasks, self.shots + self.queries, self.dimension, generator=generator)
         noise = math.sqrt(self.noise) * torch.randn(tasks, self.shots + self.queries, 1, generator=generator)

@@ -1,4 +1,4 @@
-"""Regression tasks whose targets are the outputs of teacher networks: two layers, with all output weights 1."""
+"""Regression tasks whose targets are the outputs of two-layer teacher networks, whose output weights are all 1."""
 
 from __future__ import annotations
 

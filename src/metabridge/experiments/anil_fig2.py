@@ -1,9 +1,9 @@
 """Yüksel et al. (2023, figure 2): learning of the shared representation B*.
 
-B is the representation of the network. How much of B* it has learned is measured by the squared singular values of
-B*ᵀB. With infinitely many tasks, they converge to the eigenvalues of Λ*, the limit of B*ᵀBBᵀB* (theorem 1). With
-infinitely many points per task, they converge to 1/α, where α is the inner learning rate. The paper shows a figure but
-no numbers, so our values are compared with these limits.
+FO-ANIL and FO-MAML are first-order ANIL and MAML. B is the representation of the network. How much of B* it has learned
+is measured by the squared singular values of B*ᵀB. With infinitely many tasks, they converge to the eigenvalues of Λ*,
+the limit of B*ᵀBBᵀB* (theorem 1). With infinitely many points per task, they converge to 1/α, where α is the inner
+learning rate. The paper shows a figure but no numbers, so our values are compared with these limits.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 # Largest relative difference from the limit that counts as agreement. FO-ANIL and FO-MAML are trained on 5000 tasks,
 # for which the paper says that they come close to the limit for infinitely many tasks.
 TOLERANCE = {"infinite-tasks": 0.01, "infinite-samples": 0.01, "fo-anil": 0.1, "fo-maml": 0.1}
-QUANTITIES = ("smallest", "largest")  # which of the squared singular values
+QUANTITIES = ("smallest", "largest")  # which of the squared singular values of B*ᵀB
 
 
 def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Iterator[Row]:
@@ -39,7 +39,7 @@ def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Ite
         limits = config.limiting_eigenvalues(
             config.infinite_sample_settings if name == "infinite-samples" else config.anil_settings
         )
-        tolerance = TOLERANCE.get(name)
+        tolerance = TOLERANCE.get(name)  # None for Burer–Monteiro factorization
         for quantity, limit in zip(QUANTITIES, limits):
             values = record.final_values(quantity)
             row = Row.mean(f"{METHODS[name]}, {quantity}", "squared singular value of B*ᵀB", values)

@@ -35,9 +35,9 @@ QUANTITIES = {"orthogonal_mean": "mean", "orthogonal_largest": "largest"}
 
 
 def largest_singular_value_bounds(config: LinearAnilConfig, steps: list[int]) -> list[float]:
-    """Return the bound on the largest squared singular value after each number of steps.
+    """Return the bound of app. H on the largest squared singular value of B*⊥ᵀB after each number of steps.
 
-    The initialization is BBᵀ = I/(4α).
+    Initially, BBᵀ = I/(4α), so all squared singular values are 1/(4α).
     """
     total_variance = sum(config.variances) + config.noise
     initial_value = 0.25 / config.alpha
@@ -53,7 +53,7 @@ def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Ite
     for name, record in records.items():
         for quantity, label in QUANTITIES.items():
             claim_holds, note = check_claim(name, record, quantity, config)
-            # The claims about FO-ANIL and FO-MAML are for many tasks and steps, as at the paper scale.
+            # The claims about first-order (FO) ANIL and MAML are for many tasks and steps, as at the paper scale.
             agrees = claim_holds if options.scale == "paper" or name not in ("fo-anil", "fo-maml") else None
             metric = "squared singular value of B*⊥ᵀB"
             yield Row.mean(f"{METHODS[name]}, {label}", metric, record.final_values(quantity), agrees=agrees, note=note)

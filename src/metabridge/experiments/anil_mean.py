@@ -1,9 +1,9 @@
 """Yüksel et al. (2023, appendices A and I): tasks with a nonzero mean, μ* = (1, …, 1), which theorem 1 does not cover.
 
 The parameters of a task are B*w*, where w* has mean μ*. The parameters of the network before adaptation are Bw. In the
-paper, Bw converges to the mean task B*μ* in FO-ANIL and FO-MAML. With infinitely many tasks, the limit of B*ᵀBBᵀB* is
-the same Λ* as for a zero mean, because at Bw = B*μ* the training steps depend only on the deviations of the tasks from
-their mean.
+paper, Bw converges to the mean task B*μ* in first-order (FO) ANIL and MAML. With infinitely many tasks, the limit of
+B*ᵀBBᵀB* is the same Λ* as for μ* = 0, because at Bw = B*μ* the training steps depend only on the deviations of the
+tasks from their mean.
 """
 
 from __future__ import annotations

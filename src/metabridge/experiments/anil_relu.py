@@ -88,7 +88,10 @@ def measure(options: ExperimentOptions) -> dict[str, StudentRecord]:
 
 
 def train_student(options: ExperimentOptions, student: str, settings: Settings, seed: int) -> StudentRecord | None:
-    """Return the record of a student. If there is none yet, train the student; see `Record.load_or_measure`."""
+    """Return the record of a student. If there is none yet, train the student; see `Record.load_or_measure`.
+
+    The name of a student contains its method and its number of layers, such as "fo-anil-2".
+    """
     plan = as_json({"student": student, "seed": seed, **settings.to_dict()})
     name = f"{EXPERIMENT.id}-{student}-{options.scale}-{seed}"
 

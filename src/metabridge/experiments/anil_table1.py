@@ -28,7 +28,8 @@ from metabridge.training.linear_anil import LinearAnilConfig
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# By method and estimator: mean and standard deviation of the excess risk over 10 runs, for 20 and for 30 points.
+# By method ("fo" means first-order) and estimator: mean and standard deviation of the excess risk over 10 runs, for 20
+# and for 30 points.
 PUBLISHED = {
     ("single-task", "ridge"): ((1.84, 0.03), (1.63, 0.02)),
     ("oracle", "ridge"): ((0.50, 0.01), (0.34, 0.01)),
@@ -56,7 +57,10 @@ def rows(records: Mapping[str, LinearRecord], options: ExperimentOptions) -> Ite
 
 
 def baseline_risks(config: LinearAnilConfig, seed: int) -> dict[tuple[str, str], list[float]]:
-    """Return the risks of ridge regression on the inputs ("single-task") and on the true representation ("oracle")."""
+    """Return the risks of ridge regression on the inputs ("single-task") and on the true representation ("oracle").
+
+    The keys are those of `Risks`. There is one risk for each of the environments that `seed` determines.
+    """
     identity = torch.eye(config.dimension, dtype=torch.float64)
     risks: dict[tuple[str, str], list[float]] = {}
     for points in config.m_test:
@@ -76,7 +80,7 @@ def risk_rows(risks: Risks, config: LinearAnilConfig, scale: str) -> Iterator[Ro
                 continue
             std = float(torch.tensor(values, dtype=torch.float64).std())
             mean = sum(values) / len(values)
-            comparable = scale == "paper" or name in BASELINES
+            comparable = scale == "paper" or name in BASELINES  # at the quick scale, networks are trained too briefly
             note = f"deviation over {len(values)} runs {std:.3f}, published {published_std:.2f}"
             yield Row.mean(
                 f"{(METHODS | BASELINES)[name]}, {estimator}, {points} points",
@@ -91,8 +95,9 @@ def risk_rows(risks: Risks, config: LinearAnilConfig, scale: str) -> Iterator[Ro
 def bound_rows(config: LinearAnilConfig, seed: int) -> Iterator[Row]:
     """Yield the error after one step, divided by the bound of proposition 1 without its constant.
 
-    The network is the limit of theorem 1. According to the proposition, the bound holds with a probability p. The rows
-    contain the p-quantile of this ratio over tasks, which is the smallest constant for which that is true.
+    The network is the limit of theorem 1. According to the proposition, there is a constant such that, with probability
+    p, the error is at most the constant times the bound. The rows contain the p-quantile of the ratio over tasks, which
+    is the smallest such constant.
     """
     probability = 1 - 4 * math.exp(-len(config.variances) / 2)
     for points in config.m_test:

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The label of each method, which is also in the names of rows in results/anil-*.json.
+# The label of each method, which is also in the names of rows in results/anil-*.json. "FO" means first-order.
+# Burer–Monteiro factorization trains without an inner loop.
 METHODS = {
     "fo-anil": "FO-ANIL",
     "fo-maml": "FO-MAML",
@@ -67,14 +68,14 @@ class LinearRecord(Record):
 
 
 def train_all_methods(options: ExperimentOptions) -> dict[str, LinearRecord]:
-    """Return the records of all methods on tasks with zero mean; see `train_methods`."""
+    """Return the records of all methods on tasks whose parameters have mean zero (μ* = 0); see `train_methods`."""
     return train_methods(options, SETTINGS[options.scale], tuple(METHODS))
 
 
 def train_methods(
     options: ExperimentOptions, config: LinearAnilConfig, methods: Sequence[str]
 ) -> dict[str, LinearRecord]:
-    """Train the methods that `only` selects and that have no record yet. Return the records of the finished methods."""
+    """Train the methods that `options.only` selects, except those with a record. Return all records."""
     options.check_only(methods)
     records = {name: train_method(options, name, config) for name in methods}
     return {name: record for name, record in records.items() if record is not None}
@@ -123,21 +124,24 @@ def new_task_risks(
 def ridge_risk(config: LinearAnilConfig, environment: SharedRepresentation, B: Tensor, points: int) -> float:
     """Return the excess risk of ridge regression on the representation `B`.
 
-    The penalty is selected on other random inputs than those of the risk.
+    The penalty is selected on random inputs. The risk is then computed on other random inputs.
     """
     tasks, generator = TaskMoments.from_environment(environment), torch.Generator().manual_seed(environment.seed)
     return selected_ridge_risk(B, tasks, points, PENALTIES, designs=config.designs, generator=generator)
 
 
 def curve_panels(
-    title: str, num_panels: int, config: LinearAnilConfig, records: Mapping[str, LinearRecord], **options: Any
+    title: str, num_panels: int, config: LinearAnilConfig, records: Mapping[str, LinearRecord], **subplot_options: Any
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure and its panels. The x-axis of each panel is the percentage of the training steps."""
+    """Return a figure and its panels. The x-axis of each panel is the percentage of the training steps.
+
+    `subplot_options` are passed to `Figure.subplots`.
+    """
     from metabridge.report import result_figures
 
     title = f"{title}: means of {config.runs} runs ± one standard deviation"
-    figure, axes = result_figures.subplots(title, 1, num_panels, (1 + 4.6 * num_panels, 5), **options)
-    xlabel = f"training, % of {config.steps:,} steps".replace(",000", " 000")  # a space before the thousands
+    figure, axes = result_figures.subplots(title, 1, num_panels, (1 + 4.6 * num_panels, 5), **subplot_options)
+    xlabel = f"training, % of {config.steps:,} steps".replace(",000", " 000")  # 30 000 instead of 30,000
     if "burer-monteiro" in records:
         xlabel += f"\n(Burer–Monteiro: of {config.iterations} iterations of L-BFGS)"
     for panel in axes:

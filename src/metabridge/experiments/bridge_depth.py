@@ -1,8 +1,8 @@
 """Theorem 1 of Wang et al. 2021 and the lemmas of its proof, for deep plain and residual ReLU networks.
 
-Θ is the NTK, K is the NNGP kernel, and L is the depth. Φ_ANIL and Φ_MTL are the kernels of ANIL and MTL at infinite
-width. For ANIL without adaptation in training, Φ_ANIL = Θ. Kernel matrices of N tasks with n points each are divided by
-K(x, x).
+Θ is the NTK, K is the NNGP kernel, and L is the depth. Φ_ANIL and Φ_MTL are the kernels of ANIL and of multi-task
+learning (MTL) at infinite width. For ANIL without adaptation in training, Φ_ANIL = Θ. Kernel matrices of N tasks with n
+points each are divided by K(x, x).
 
 - Lemma 4: The largest eigenvalue of Φ_ANIL and Φ_MTL grows as (Nn + 3)L/4, all other eigenvalues as 3L/4.
 - Lemma 5: ‖Θ⁻¹ − Φ_MTL⁻¹‖ decreases as 1/L².
@@ -35,6 +35,7 @@ from metabridge.theory.power_law import last_exponents, last_slopes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# The networks: functions that return the kernel of a network with a given depth.
 NETS: dict[str, Callable[[int], Kernel]] = {
     "plain": fully_connected_kernel,
     "residual": residual_kernel,
@@ -148,7 +149,7 @@ def kernel_rows(measurements: DepthMeasurements) -> list[Row]:
     """Return how the extreme eigenvalues and ‖Θ⁻¹ − Φ_MTL⁻¹‖ change between the two largest depths."""
     rows = []
     for net in measurements.by_net:
-        depth_factor = 1.0 if net == "plain" else 0.5
+        depth_factor = 1.0 if net == "plain" else 0.5  # for residual networks, lemma 4 holds with L/2
         limits = {"largest": depth_factor * (measurements.num_points + 3) / 4, "smallest": depth_factor * 3 / 4}
         agreement = f"agrees if within {TOLERANCE:.0%}"
         note = agreement if depth_factor == 1 else f"{agreement}; lemma 4 with L/2 instead of L"

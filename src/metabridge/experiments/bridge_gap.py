@@ -1,4 +1,4 @@
-"""The gap between the kernel predictions of ANIL and MTL, which bridge-fig1 and bridge-depth measure."""
+"""The gap between the kernel predictions of ANIL and multi-task learning (MTL), for bridge-fig1 and bridge-depth."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def draw_tasks(
 ) -> dict[int, tuple[Episodes, Episodes]]:
     """Return the training and test tasks of every run, by the seed of the run.
 
-    No two runs have the same seed, even if `seed` differs.
+    All run seeds are distinct, also across calls with different `seed` and the same `runs`.
     """
     run_seeds = range(seed * runs, (seed + 1) * runs)
     return {run_seed: regression_tasks(run_seed, training_tasks, test_tasks, device) for run_seed in run_seeds}
@@ -41,7 +41,18 @@ def regression_tasks(seed: int, training_tasks: int, test_tasks: int, device: st
 def fit_anil_and_mtl(
     kernel: Kernel, train: Episodes, *, inner_time: float = 0.0, ridge: float = 0.0, outer_time: float = math.inf
 ) -> tuple[FittedKernelLearner, FittedKernelLearner]:
-    """Train ANIL and MTL. At test time, their heads adapt until convergence (Wang et al. 2021, lemma 1)."""
+    """Train ANIL and MTL. At test time, their heads adapt until convergence (Wang et al. 2021, lemma 1).
+
+    Args:
+        kernel: Kernel of the network.
+        train: The training tasks.
+        inner_time: Inner time λτ of ANIL in training. MTL has no inner loop in training.
+        ridge: Number added to the diagonals of the kernel matrices of the training tasks.
+        outer_time: Outer learning rate times number of steps. Infinite: training until convergence.
+
+    Returns:
+        ANIL and MTL after training.
+    """
     anil = KernelLearner(kernel, "anil", inner_time, test_time=math.inf, outer_time=outer_time, ridge=ridge)
     return anil.fit(train), replace(anil, method="mtl").fit(train)
 

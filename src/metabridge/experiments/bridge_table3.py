@@ -1,4 +1,4 @@
-"""Wang et al. 2021, table 3: few-shot accuracy of meta-learning and multi-task learning on mini-ImageNet."""
+"""Wang et al. 2021, table 3: few-shot accuracy of meta-learning and multi-task learning (MTL) on mini-ImageNet."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ def rows(records: Mapping[str, TrainingRecord], options: ExperimentOptions) -> l
     """Return the accuracy of every method for every number of shots."""
     rows = []
     for name, record in records.items():
-        method = name.partition("-")[0]
+        method = name.partition("-")[0]  # the name may end in the number of shots, such as "maml-5"
         for shots in sorted({score.shots for score in record.scores}):
             score = record.selected_accuracy(shots)
-            published, margin = PUBLISHED[method][shots]
+            published, published_ci95 = PUBLISHED[method][shots]
             ours, ci95 = 100 * score.mean, 100 * score.ci95
             comparable = options.scale == "paper" and method not in OTHER_NETWORK
-            comparison = OTHER_NETWORK.get(method, "agrees if its interval is not below the published one")
-            note = f"{record.plan['model']} on {record.images}, {record.minutes:.1f} minutes; {score}; {comparison}"
+            comparison_note = OTHER_NETWORK.get(method, "agrees if its interval is not below the published one")
+            training_note = f"{record.plan['model']} on {record.images}, {record.minutes:.1f} minutes"
             rows.append(
                 Row(
                     f"{method}, {shots}-shot",
@@ -46,8 +46,8 @@ def rows(records: Mapping[str, TrainingRecord], options: ExperimentOptions) -> l
                     published=published,
                     ours=ours,
                     ci95=ci95,
-                    agrees=ours + ci95 >= published - margin if comparable else None,
-                    note=note,
+                    agrees=ours + ci95 >= published - published_ci95 if comparable else None,
+                    note=f"{training_note}; {score}; {comparison_note}",
                 )
             )
     return rows

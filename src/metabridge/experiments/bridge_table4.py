@@ -1,4 +1,4 @@
-"""Wang et al. 2021, table 4: GPU time to train MTL and MetaOptNet."""
+"""Wang et al. 2021, table 4: GPU time to train multi-task learning (MTL) and MetaOptNet."""
 
 from __future__ import annotations
 

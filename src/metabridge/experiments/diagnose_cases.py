@@ -18,7 +18,8 @@ from metabridge.experiments.experiment import ExperimentOptions
 from metabridge.experiments.landscape_table1 import QUERIES, SIMILAR_ALPHABETS, WAYS
 from metabridge.experiments.landscape_training_runs import AccuracyRecord, Conv4Training, PlannedRun, train_all
 
-HARD_ALPHABETS = 10  # as in the paper; hard are the alphabets on which gradient descent converges most slowly
+# The number of hard alphabets, as in Collins et al. (2022). Gradient descent converges most slowly on their tasks.
+HARD_ALPHABETS = 10
 # The settings of r_H with their labels in figures. Hard tasks from more alphabets have a larger r_H.
 R_H = {"small": "hard tasks from 2 alphabets", "large": f"hard tasks from {HARD_ALPHABETS} alphabets"}
 LEARNERS = ("nal", "maml")
@@ -62,10 +63,22 @@ class Case:
 
 
 def diagnose_case(data: str, images: LabeledImages, *, tasks: int, ranking_tasks: int, seed: int) -> Case:
-    """Rank the alphabets by convergence rate on an untrained network, and diagnose tasks in both settings of r_H."""
+    """Rank the alphabets by convergence rate on an untrained network, and diagnose tasks in both settings of r_H.
+
+    Args:
+        data: Name of the data set.
+        images: The images.
+        tasks: Number of tasks per diagnosis.
+        ranking_tasks: Number of tasks per alphabet, to rank the alphabets.
+        seed: Seed of the untrained network and of the tasks.
+
+    Returns:
+        The case, without training runs.
+    """
     environments = tasks_by_superclass(images, ways=WAYS, queries=QUERIES)
     space, rates = mean_rates(environments, untrained_network(images, seed=seed), tasks=ranking_tasks, seed=seed)
     hardest = sorted(rates, key=rates.__getitem__)[:HARD_ALPHABETS]
+    # the hard alphabets for small r_H: two similar alphabets of Omniglot, or else the two on which learning is slowest
     similar = list(SIMILAR_ALPHABETS) if set(SIMILAR_ALPHABETS) <= set(rates) else hardest[:2]
     hard = {"small": similar, "large": hardest}
     easy = [name for name in rates if name not in (*similar, *hardest)]

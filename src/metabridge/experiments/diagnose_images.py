@@ -2,10 +2,10 @@
 
 r_H is the dispersion of the solutions of the hard tasks. If all hard tasks are from two alphabets ("small r_H"), the
 diagnosis must predict a larger gain of adaptation than if they are from ten alphabets ("large r_H"), as in table 1 of
-the paper. Each seed initializes another untrained network, whose features also determine which alphabets are hard. On
-glyphs, small networks are trained in both settings to measure how much more accurate MAML is than non-adaptive learning
-(NAL). If the output folder contains the results of the experiments glyphs and kernel-fewshot, the predicted ranking of
-methods is compared with their accuracies.
+Collins et al. Each seed initializes another untrained network, whose features also determine which alphabets are hard.
+On glyphs, small networks are trained in both settings to measure how much more accurate MAML is than non-adaptive
+learning (NAL). If the output folder contains the results of the experiments glyphs and kernel-fewshot, the predicted
+ranking of methods is compared with their accuracies.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ class Settings:
     """Numbers of tasks and seeds, and how networks are trained."""
 
     tasks: int  # number of tasks per diagnosis
-    ranking: int  # number of tasks per alphabet, to rank the alphabets by difficulty
-    seeds: int
-    training: Conv4Training
+    # number of tasks per alphabet, to rank the alphabets by difficulty; stored as "ranking" in results/*.json
+    ranking: int
+    seeds: int  # number of seeds
+    training: Conv4Training  # its method and seed are replaced by those of each training run
 
 
 SETTINGS = {
@@ -48,7 +49,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class Measurements:
-    """The cases, the predicted rankings of methods, and the seconds to compute both, without the training runs."""
+    """The cases, the predicted rankings of methods, and the seconds to compute both, not counting training runs."""
 
     cases: tuple[Case, ...]
     rankings: tuple[MethodRanking, ...]
@@ -93,6 +94,7 @@ def dataset_rows(name: str, cases: Sequence[Case]) -> Iterator[Row]:
     """
 
     def ranking_row(quantity: str, is_correct: Sequence[bool], note: str = "") -> Row:
+        """Return the percentage of seeds for which the quantity is larger for small r_H."""
         label = f"{name}, small r_H ranked above large by {quantity}"
         note = f"{sum(is_correct)} of {len(is_correct)} seeds{note}; {CLAIM}"
         return Row.share(label, "seeds %", is_correct, agrees=all(is_correct), note=note)
@@ -107,9 +109,9 @@ def dataset_rows(name: str, cases: Sequence[Case]) -> Iterator[Row]:
             label = f"{name}, {setting} r_H, seed {case.seed}"
             yield Row(label, "predicted ratio − 1, %", ours=excess.value, note=note)
     pairs = [(case.diagnoses["small"], case.diagnoses["large"]) for case in cases]
-    overlaps = sum(small.ratio.overlaps(large.ratio) for small, large in pairs)
+    num_overlaps = sum(small.ratio.overlaps(large.ratio) for small, large in pairs)
     is_correct = [small.ratio.value > large.ratio.value for small, large in pairs]
-    yield ranking_row("predicted ratio", is_correct, f"; intervals overlap in {overlaps}")
+    yield ranking_row("predicted ratio", is_correct, f"; intervals overlap in {num_overlaps}")
     yield ranking_row("1 + R²/r_H", [small.gains_more_than(large) for small, large in pairs])
     for setting in R_H:
         gains = [gain for case in cases if (gain := case.gain(setting))]

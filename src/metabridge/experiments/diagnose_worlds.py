@@ -31,7 +31,7 @@ CLEAR_RATIOS = (1.1, 1.5)
 QUERIES = 25
 DISPERSION_FACTOR = 4  # r_H of the second problem of a pair divided by r_H of the first
 STEP_FACTOR = 0.1  # inner learning rate of both problems of a pair divided by that of single problems
-TRAINING_TASKS = 500  # for NAL and MAML
+TRAINING_TASKS = 500  # number of tasks on which NAL and MAML are trained
 
 
 @dataclass(frozen=True)
@@ -106,6 +106,7 @@ def run_pair(seed: int, tasks: int) -> Pair:
     hard, easy = problem.landscape.groups
     landscape = replace(problem.landscape, groups=(replace(hard, spread=DISPERSION_FACTOR * hard.spread), easy))
     dispersed_problem = replace(problem, landscape=landscape)
+    # seed + 1_000_000, so that the second problem is diagnosed from other tasks
     return diagnose_problem(problem, tasks, seed), diagnose_problem(dispersed_problem, tasks, seed + 1_000_000)
 
 
@@ -144,11 +145,15 @@ def trial_rows(trials: Sequence[Trial]) -> Iterator[Row]:
 
 def pair_rows(pairs: Sequence[Pair]) -> Iterator[Row]:
     """Yield how often the diagnosis predicts a larger gain for the problem with the smaller r_H."""
-    by_ratio = [small.ratio.value > large.ratio.value for small, large in pairs]
-    disjoint = [is_right for is_right, (small, large) in zip(by_ratio, pairs) if not small.ratio.overlaps(large.ratio)]
-    disjoint_note = f"; {len(disjoint)} with disjoint intervals, of which {sum(disjoint)} are ranked correctly"
-    by_limit = [small.gains_more_than(large) for small, large in pairs]
-    for quantity, is_right, note in (("ratio", by_ratio, disjoint_note), ("1 + R²/r_H", by_limit, "")):
+    right_by_ratio = [small.ratio.value > large.ratio.value for small, large in pairs]
+    right_if_disjoint = [  # for the pairs with disjoint intervals
+        is_right for is_right, (small, large) in zip(right_by_ratio, pairs) if not small.ratio.overlaps(large.ratio)
+    ]
+    disjoint_note = (
+        f"; {len(right_if_disjoint)} with disjoint intervals, of which {sum(right_if_disjoint)} are ranked correctly"
+    )
+    right_by_limit = [small.gains_more_than(large) for small, large in pairs]
+    for quantity, is_right, note in (("ratio", right_by_ratio, disjoint_note), ("1 + R²/r_H", right_by_limit, "")):
         name = (
             f"pairs of problems, one with {DISPERSION_FACTOR} times the other's r_H, steps {STEP_FACTOR:g} times as "
             f"long, ranked by {quantity}"
@@ -178,6 +183,7 @@ def figure(outcome: Outcome[Measurements]) -> Figure:
     return figure
 
 
-# The keys are stored in results/diagnose-worlds.json.
+# The keys are stored in results/diagnose-worlds.json. "worth" is the smallest ratio for which adaptation is
+# recommended.
 CONSTANTS = {"trained on": TRAINING_TASKS, "clear": CLEAR_RATIOS, "worth": MIN_RATIO}
 EXPERIMENT = Experiment("diagnose-worlds", measure, rows, figure, SETTINGS, CONSTANTS)

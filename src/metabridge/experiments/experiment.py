@@ -26,7 +26,7 @@ class FinishedRun(Protocol):
 
     @property
     def environment(self) -> Machine:
-        """The machine on which it ran."""
+        """The machine on which it ran, named like its key in records and result files."""
 
     @property
     def minutes(self) -> float:
@@ -157,8 +157,8 @@ class Experiment(Generic[D]):
         measure: Function that computes the data.
         rows: Function that computes the rows of the result from the data.
         figure: Function that draws the outcome. By default, the figure shows our numbers next to the published ones.
-        settings: A dataclass with the settings of each scale, stored in the result.
-        constants: Settings to store that are the same for both scales.
+        settings: For each scale, a dataclass with its settings, which are stored in the result.
+        constants: Further settings to store, which are the same for both scales.
         on_cpu: Whether the experiment runs on the CPU even if the options name another device.
     """
 

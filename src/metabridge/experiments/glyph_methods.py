@@ -46,7 +46,8 @@ class Settings:
     """How to train and test the methods.
 
     Args:
-        methods: Settings of each method.
+        methods: Settings of each method, by its name. "mtl" is multi-task learning, "nal" is non-adaptive learning, and
+            "rfs" is the method of Tian et al. 2020, which trains a classifier of all training classes.
         validation_tasks: Number of validation tasks.
         test_tasks: Number of test tasks for the trained networks.
         other_tasks: Number of tasks in each of the other evaluations: of untrained networks, and of trained networks on
@@ -110,9 +111,9 @@ def measure(options: ExperimentOptions) -> Comparison:
     glyphs = load("glyphs").to(options.device)
     comparison = Comparison({}, {}, glyphs.tasks("test"))
     same_alphabet, different_alphabets = (glyphs.tasks("test", superclass=value) for value in ("same", "different"))
-    for name, training in settings.methods.items():
-        train = glyphs.tasks("train", queries=training.queries)
-        few_shot_method = method(name, **training.options)
+    for name, method_settings in settings.methods.items():
+        train = glyphs.tasks("train", queries=method_settings.queries)
+        few_shot_method = method(name, **method_settings.options)
         net = conv4(channels=1, size=28, seed=seed).to(options.device)
         params = parameters(few_shot_method, net, classes=train.classes, seed=seed)
         untrained_model = Model(few_shot_method, net, params)
@@ -123,9 +124,9 @@ def measure(options: ExperimentOptions) -> Comparison:
             train,
             validate=glyphs.tasks("validation"),
             validate_tasks=settings.validation_tasks,
-            iterations=training.iterations,
-            batch_size=training.batch_size,
-            lr=training.lr,
+            iterations=method_settings.iterations,
+            batch_size=method_settings.batch_size,
+            lr=method_settings.lr,
             device=options.device,
             seed=seed,
             progress=options.progress,

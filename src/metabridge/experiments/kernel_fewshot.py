@@ -1,9 +1,9 @@
 """Few-shot classification with kernels: MTL, ANIL and MAML at infinite width, compared with trained networks.
 
-No published numbers exist for this comparison. The order of the classes in a task is random, so an output of the
-network stands for different classes in different tasks. At infinite width, an output learns only from the same output
-in other tasks. Since the order is random, there is nothing that it can learn from them. In networks of finite width,
-all outputs share features, which can be learned.
+MTL is multi-task learning. No published numbers exist for this comparison. The order of the classes in a task is
+random, so an output of the network stands for different classes in different tasks. At infinite width, an output learns
+only from the same output in other tasks. Since the order is random, there is nothing that it can learn from them. In
+networks of finite width, all outputs share features, which can be learned.
 
 The experiment measures how much kernels gain from different numbers of training tasks, compared with regression on the
 support set alone. As a control, it also measures the gain if outputs have the same meaning in all tasks, because
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 SIZE = 16
 # The infinitely wide networks, each with its NTK and its NNGP kernel.
 KERNELS: dict[str, AnalyticKernel] = {"fully connected": fully_connected_kernel(depth=3), "conv4": conv4_kernel()}
-MODEL_OPTIONS: dict[str, dict[str, object]] = {"conv4": {"filters": 32}, "mlp": {"width": 256}}  # of the networks
+MODEL_OPTIONS: dict[str, dict[str, object]] = {"conv4": {"filters": 32}, "mlp": {"width": 256}}  # of the trained nets
 
 
 def network_configs(iterations: int, models: Iterable[str]) -> tuple[ImageTrainingConfig, ...]:
@@ -94,7 +94,7 @@ SETTINGS = {
 
 
 class Comparison(NamedTuple):
-    """All trials, and the rows with the time that it takes to compute each kernel between all images."""
+    """All trials, and the rows with the times to compute each kernel between all images of a data set."""
 
     duration_rows: list[Row]
     trials: list[Trial]

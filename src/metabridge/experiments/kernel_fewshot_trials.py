@@ -104,7 +104,7 @@ class KernelCase:
     Args:
         settings: The settings of the experiment.
         dataset: Name of the data set.
-        label: The kernel in the names of rows.
+        label: Name of the kernel in the names of rows.
         table: The NTK and the NNGP kernel between all images of the pool.
         pool: The images.
         seed: Seed of all tasks.
@@ -122,7 +122,13 @@ class KernelCase:
 
 
 def kernel_trials(case: KernelCase, shots: int, task_counts: tuple[int, ...]) -> Iterator[Trial]:
-    """Yield the trials of regression on the support set, and of each method with each number of training tasks."""
+    """Yield the trials of regression on the support set, and of each method with each number of training tasks.
+
+    Args:
+        case: The kernel and its images.
+        shots: Number of support images per class.
+        task_counts: Numbers of training tasks, ascending.
+    """
     settings, pool, table, seed = case.settings, case.pool, case.table, case.seed
     train, validation, test = (
         IndexedTasks(environment, case.sort_keys)
@@ -162,15 +168,16 @@ def kernel_trials(case: KernelCase, shots: int, task_counts: tuple[int, ...]) ->
         for count in task_counts:
             yield select_and_test(name, learners, count, f"{count} tasks", baseline)
         small_ridge = [learner for learner in learners if learner.ridge == RIDGES[0]]
-        most = task_counts[-1]
-        yield select_and_test(name, small_ridge, most, f"{most} tasks, ridge {RIDGES[0]:g}", baseline)
+        max_count = task_counts[-1]
+        yield select_and_test(name, small_ridge, max_count, f"{max_count} tasks, ridge {RIDGES[0]:g}", baseline)
 
 
 def candidate_learners(kernel: Kernel, method: KernelMethod) -> list[KernelLearner]:
     """Return a learner of this method for every combination of a ridge and an inner time for adaptation to test tasks.
 
-    In training, MAML has the same inner time, and MTL has no inner loop. ANIL is trained on tasks without a query set
-    and with a short inner time: if the inner loop fitted a task exactly, the features would learn nothing from it.
+    MAML has the same inner time in training, and MTL has no inner loop in training. ANIL is trained on tasks without a
+    query set and with a short inner time: if the inner loop fitted a task exactly, the features would learn nothing
+    from it.
     """
     return [
         KernelLearner(kernel, method, test_time if method == "maml" else ANIL_TIME, test_time=test_time, ridge=ridge)

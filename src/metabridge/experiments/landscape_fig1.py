@@ -1,9 +1,10 @@
 """Collins et al. 2022, figure 1: MAML is much better than NAL only if hard tasks are similar and far from easy ones.
 
-The solutions of non-adaptive learning (NAL) and MAML and their excess risks 𝓔_m are compared on four landscapes of hard
-and easy tasks. ρ is the variance of the inputs of a task, d their dimension, R the distance between the centers of hard
-and easy tasks, r the dispersion of the tasks of a group, and m the number of samples for adaptation. The paper gives ρ,
-m and d, but neither R nor r. They are chosen here such that the risks are similar to the bars of the paper's figure.
+The solutions of non-adaptive learning (NAL) and MAML are compared on four landscapes of hard and easy tasks, together
+with their excess risks 𝓔_m: the loss after a gradient step on m samples, minus the noise floor. ρ is the variance of
+the inputs of a task, d their dimension, R the distance between the centers of hard and easy tasks, and r the dispersion
+of the tasks of a group. The size α of the step is 1/ρ of the easy tasks. The paper gives ρ, m and d, but neither R nor
+r. R and r are chosen here such that the risks are similar to the bars of the paper's figure.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """Collins et al. 2022, figures 2 and 8: solutions and risks of NAL and MAML for one hard and one easy task.
 
-The solution of MAML is closer to the hard task than that of non-adaptive learning (NAL), and its excess risk 𝓔_m is
-smaller if the number m of samples for adaptation is large enough. MAML is trained with as many samples for its inner
-step, n₂ = m. The hard task has the solution w* = 1 and inputs with the covariance Σ = ρ_H·I. The easy task has w* = −1
-and Σ = I. Both have 10 dimensions. The results of SGD are compared with closed forms: the solutions with eq. 8, and the
-excess risks with eq. 6 and 7, which equal eq. 9 up to the factor ‖w₁* − w₂*‖²/4. The caption of figure 2 has m = 100,
-the text m = 500; both are included.
+The solution of MAML is closer to the hard task than that of non-adaptive learning (NAL). The excess risk 𝓔_m is the
+loss after a gradient step on m samples, minus the noise floor. If m is large enough, that of MAML is smaller than that
+of NAL. In training, MAML has as many samples for its inner step, n₂ = m. The hard task has the solution w* = 1 and
+inputs with the covariance Σ = ρ_H·I. The easy task has w* = −1 and Σ = I. Both have 10 dimensions. The results of SGD
+are compared with closed forms: the solutions with eq. 8, and the excess risks with eq. 6 and 7, which equal eq. 9 up to
+the factor ‖w₁* − w₂*‖²/4. The caption of figure 2 has m = 100, the text m = 500; both are included.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from metabridge.theory.landscape import SolutionName, noise_floor, risk_above_fl
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ALPHA, NOISE, DIMENSION = 1.0, 0.01, 10
+ALPHA, NOISE, DIMENSION = 1.0, 0.01, 10  # step size α, variance of the noise on targets, dimension of the inputs
 ALL_RHO_HARD = tuple(i / 10 for i in range(1, 11))
 
 

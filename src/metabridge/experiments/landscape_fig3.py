@@ -1,10 +1,11 @@
 """Collins et al. 2022, figure 3: the ratio of the excess risks of NAL and MAML depends on R²/r_H.
 
-NAL is non-adaptive learning. R is the distance between the centers of hard and easy tasks, r_H and r_E are the
-dispersions of hard and easy tasks. The inputs have d = 10 dimensions and the variances ρ_H = 0.1 in hard and ρ_E = 0.9
-in easy tasks. The gradient step has 500 samples, at test time (m) and in training (n₂). In one setting, the hard tasks
-are far apart (R²/r_H = 0.5 and R²/r_E = 10). In the other, the easy tasks are far apart (R²/r_H = 10 and R²/r_E = 0.5).
-The last panel of the figure shows how the ratio approaches the limit of corollary 2.
+NAL is non-adaptive learning. The excess risk 𝓔_m is the loss after a gradient step on m samples, minus the noise floor.
+R is the distance between the centers of hard and easy tasks, r_H and r_E are the dispersions of hard and easy tasks.
+The inputs have d = 10 dimensions and the variances ρ_H = 0.1 in hard and ρ_E = 0.9 in easy tasks. The gradient step has
+500 samples, at test time (m) and in training (n₂). In one setting, the hard tasks are far apart (R²/r_H = 0.5 and
+R²/r_E = 10). In the other, the easy tasks are far apart (R²/r_H = 10 and R²/r_E = 0.5). The last panel of the figure
+shows how the ratio approaches 1 + R²/r_H, its limit for ρ_H/ρ_E → 0 and m → ∞ (corollary 2).
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ if TYPE_CHECKING:
 
 FAR, CLOSE = "hard tasks far apart", "hard tasks close together"
 SQUARED_RATIOS = {FAR: (0.5, 10.0), CLOSE: (10.0, 0.5)}  # R²/r_H and R²/r_E
-M, RHO_HARD, RHO_EASY, NOISE = 500, 0.1, 0.9, 0.01
-ALPHA = 1 / RHO_EASY
+M, RHO_HARD, RHO_EASY = 500, 0.1, 0.9
+NOISE = 0.01  # variance of the noise on targets
+ALPHA = 1 / RHO_EASY  # step size α
 LIMIT_SAMPLES = tuple(10**power for power in range(2, 9))  # m of the last panel
 LIMIT_HARDNESS = (0.1, 0.01, 0.001)  # ρ_H/ρ_E of the last panel
 
@@ -56,7 +58,7 @@ Risks = dict[str, dict[float, dict[SolutionName, Tensor]]]  # excess risk 𝓔_m
 
 
 def tasks_at(setting: str, R: float, hardness: float = RHO_HARD / RHO_EASY) -> HardEasy:
-    """Return the tasks of a setting at distance R, with `hardness` = ρ_H/ρ_E."""
+    """Return the tasks of a setting (`FAR` or `CLOSE`) at distance R, with `hardness` = ρ_H/ρ_E."""
     hard_ratio, easy_ratio = SQUARED_RATIOS[setting]
     return HardEasy(hardness * RHO_EASY, RHO_EASY, R=R, r_hard=R**2 / hard_ratio, r_easy=R**2 / easy_ratio, noise=NOISE)
 

@@ -1,10 +1,11 @@
 """Collins et al. 2022, figures 4 and 5: minima of the losses of NAL and MAML, if all tasks are easy or one is hard.
 
-In the paper, the minima of non-adaptive learning (NAL) and MAML coincide if all tasks are easy. If one task is hard,
-the minimum of MAML is closer to it and has a lower loss after adaptation. The paper gives neither the positions of the
-neurons nor the step size α. Here the neurons of four tasks are the corners of a square in both cases, so that the cases
-differ only in the hardness of one task. The symmetry of a square makes the minima of four easy tasks coincide, so an
-asymmetric case is included as well.
+The labels of each task are the outputs of a network with one neuron. In the paper, the minima of non-adaptive learning
+(NAL) and MAML coincide if all tasks are easy. If one task is hard, the minimum of MAML is closer to its neuron and has
+a lower loss after adaptation. The paper gives neither the weights of the neurons nor the step size α. Here the neurons
+of four tasks are the corners of a square in both cases, so that the cases differ only in the hardness of one task. The
+symmetry of a square makes the minima of NAL and MAML for four easy tasks coincide, so an asymmetric case is included as
+well.
 """
 
 from __future__ import annotations

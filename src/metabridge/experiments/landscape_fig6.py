@@ -1,10 +1,11 @@
 """Collins et al. 2022, figure 6: minima of NAL and MAML, with and without a common center of hard and easy tasks.
 
-The paper shows Sigmoid networks. If hard and easy tasks have a common center, the minima of non-adaptive learning (NAL)
-and MAML are close and equally good. If the hard tasks are close together and far from the easy ones, the minima differ,
-and the minimum of MAML is better. The paper gives neither the positions of the neurons nor the step size α. Here the
-neurons of the first case are the corners of a square; in the second case the two easy and the two hard neurons are on
-opposite sides of the origin. Tanh and ReLU, the other activations of theorem 1, are included as well.
+The paper shows networks of one neuron with a Sigmoid; the neuron of a task is the one that produced its labels. If hard
+and easy tasks have a common center, the minima of non-adaptive learning (NAL) and MAML are close and equally good. If
+the hard tasks are close together and far from the easy ones, the minima differ, and the minimum of MAML is better. The
+paper gives neither the weights of the neurons nor the step size α. Here the neurons of the first case are the corners
+of a square. In the second case, the neurons of the two easy tasks and those of the two hard tasks are on opposite sides
+of the origin. Tanh and ReLU, the other activations of theorem 1, are included as well.
 """
 
 from __future__ import annotations

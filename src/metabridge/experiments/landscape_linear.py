@@ -27,7 +27,7 @@ LR: dict[SolutionName, float] = {"nal": 0.025, "maml": 1e-4}
 
 @dataclass(frozen=True)
 class SgdSettings:
-    """Numbers of iterations, test tasks, runs and query examples. The defaults are those of the paper."""
+    """Numbers of iterations, test tasks, runs and query examples. The defaults are those of Collins et al. (2022)."""
 
     iterations: int = 5000  # of SGD, with one batch of tasks each
     test_tasks: int = 3000
@@ -36,7 +36,7 @@ class SgdSettings:
 
 
 class SgdResult(NamedTuple):
-    """The final weights of each run, (runs, d), and the mean loss on new tasks after a gradient step, (runs,)."""
+    """The weights w of each run after training, (runs, d), and their mean loss on new tasks after a step, (runs,)."""
 
     w: Tensor
     test_loss: Tensor
@@ -82,8 +82,8 @@ def loss_on_new_tasks(
 def compare_with_theory(name: str, metric: str, values: Tensor, theory: float) -> Row:
     """Return a row that compares the mean over runs with the closed form.
 
-    They agree if they differ by at most twice the half-width of the 95 % interval. Among a thousand correct rows, only
-    a few differ by more.
+    They agree if they differ by at most twice the half-width of the 95 % interval. Even if every closed form is right,
+    a few of a thousand rows differ by more.
     """
     row = Row.mean(name, metric, values.tolist(), published=theory, note="published: the value of the paper's formula")
     assert row.ci95 is not None
@@ -105,7 +105,8 @@ def draw_sgd_results(
         columns: Title of each column by m or α.
         title: Title of the figure.
         width: Width of the figure in inches.
-        closed_form: Returns the coordinate and the risk for the name of a solution, ρ_H, and m or α.
+        closed_form: Returns the coordinate and the risk for the name of a solution, ρ_H, and m or α. If None, only the
+            results of SGD are drawn.
     """
     from metabridge.report import figures, result_figures
 

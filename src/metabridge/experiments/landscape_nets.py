@@ -1,9 +1,9 @@
 """Minima of the losses of NAL and MAML for networks of a single neuron (Collins et al. 2022, figures 4 to 6).
 
-The teacher network of a task and the trained student network have one neuron with two weights (M = 1, d = 2). The
-inputs of hard tasks have half the variance. Each task has τ episodes of n₂ support and n₁ query examples. The loss of
-MAML is the query loss after one gradient step on the support set. The loss of non-adaptive learning (NAL) is the loss
-on the same n = τn₁ queries without this step (§4, app. C.3).
+The teacher network of a task, which produces its labels, and the trained student network have one neuron with two
+weights (M = 1, d = 2). The inputs of hard tasks have half the variance of those of easy tasks. Each task has τ episodes
+of n₂ support and n₁ query examples. The loss of MAML is the query loss after one gradient step on the support set. The
+loss of non-adaptive learning (NAL) is the loss on the same n = τn₁ queries without this step (§4, app. C.3).
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Case:
 
     name: str
     activation: Activation
-    support: int  # n₂ = m
-    easy: tuple[Neuron, ...]
-    hard: tuple[Neuron, ...] = ()
-    minima_differ: bool | None = None  # in the paper; None if the paper does not show this case
+    support: int  # n₂ = m, support examples of an episode
+    easy: tuple[Neuron, ...]  # the teacher's neuron of each easy task
+    hard: tuple[Neuron, ...] = ()  # the same for hard tasks
+    minima_differ: bool | None = None  # whether they do in the paper; None if the paper does not show this case
 
     @property
     def tasks(self) -> list[TeacherTask]:
@@ -167,7 +167,7 @@ def population_rows(case: Case, minima: SampledMinima) -> Iterator[Row]:
         "distance",
         published=0.0 if expected_equal else None,
         ours=distance,
-        agrees=distance < 1e-3 if expected_equal else None,
+        agrees=distance < 1e-3 if expected_equal else None,  # 0 up to the error of the search
         note=f"{note}; equal in the paper, which does not give the neurons of its tasks" if expected_equal else note,
     )
 

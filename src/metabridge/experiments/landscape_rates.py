@@ -1,10 +1,10 @@
 """Collins et al. 2022, theorems 2 and 3: how fast solutions from finite samples approach the population solutions.
 
-For T tasks, the distance between the two is bounded by Õ(1/√n) + Õ(1/√T) for non-adaptive learning (NAL) with n points
-per task (eq. 45), and by Õ(1/√τ) + Õ(1/√T) for MAML with τ episodes per task (eq. 81). The two terms are measured
-separately, as in the proofs. The first is the distance to w^{(T)*}, the population solution of the T sampled tasks, and
-decreases with n or τ. The second is the remaining distance, which decreases with T for any n or τ. The paper has proofs
-but no experiment for these theorems.
+For T tasks, the distance between these solutions is bounded by Õ(1/√n) + Õ(1/√T) for non-adaptive learning (NAL) with n
+points per task (eq. 45), and by Õ(1/√τ) + Õ(1/√T) for MAML with τ episodes per task (eq. 81). The two terms are
+measured separately, as in the proofs. The first is the distance to w^{(T)*}, the population solution of the T sampled
+tasks, and decreases with n or τ. The second is the remaining distance, which decreases with T for any n or τ. The paper
+has proofs but no experiment for these theorems.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 EXPONENT = -0.5  # according to the theorems
 TOLERANCE = 0.05  # allowed error of the exponent in addition to its 95 % interval
-ALPHA, DIMENSION = 0.5, 5
+ALPHA, DIMENSION = 0.5, 5  # step size α of MAML, dimension of the inputs
 INNER = OUTER = 10  # n₂ and n₁, support and query examples of an episode
-SIZE_LABELS = {
+SIZE_LABELS = {  # for each series of distances, the label of the axis of the size that varies
     "NAL, points n": "n, points of each of 20 tasks",
     "NAL, tasks T": "T, tasks of 20 points",
     "MAML, episodes τ": "τ, episodes of each of 20 tasks",
@@ -45,7 +45,7 @@ class Settings:
     episodes: tuple[int, ...]  # τ
     tasks: tuple[int, ...]  # T
     runs: int
-    fixed: int = 20  # T if n or τ varies
+    fixed: int = 20  # number of tasks T while n or τ varies
 
 
 SETTINGS = {
@@ -80,8 +80,8 @@ def measure(options: ExperimentOptions) -> Distances:
     population = landscape()
     tasks = LinearTasks(population, INNER, OUTER)
 
-    # In `nal_points` and `maml_episodes`, every sampled task is a group of its own, so each gets the same number of
-    # points or episodes.
+    # In `nal_points` and `maml_episodes`, every sampled task is a group of its own, so that sampling from every group
+    # gives all tasks the same number of points or episodes.
     def nal_points(n: int) -> Tensor:
         sampled = population.sample_finite(settings.fixed, generator)
         episodes = LinearTasks(sampled, n // 2, n - n // 2).sample_every_group(1, generator)

@@ -32,8 +32,9 @@ from metabridge.experiments.landscape_training_runs import (
 )
 from metabridge.report.results import Row
 
-# Accuracy in percent and the half-width of its 95 % interval, for each of `TASK_KINDS` (table 4). The keys contain the
-# variant (large or small r_H), the method and, for NAL, the number of shots in training.
+# Accuracy in percent and the half-width of its 95 % interval (table 4), for easy training tasks, hard training tasks,
+# easy test tasks and hard test tasks (`TASK_KINDS`). The keys contain the variant (large or small r_H), the method and,
+# for NAL, the number of shots in training.
 PUBLISHED: dict[str, tuple[tuple[float, float], ...]] = {
     "large-maml": ((99.2, 0.2), (96.0, 0.6), (98.0, 0.2), (81.2, 0.3)),
     "large-nal-1": ((69.4, 0.4), (41.5, 0.3), (57.8, 0.4), (45.2, 0.8)),
@@ -42,7 +43,7 @@ PUBLISHED: dict[str, tuple[tuple[float, float], ...]] = {
     "small-nal-1": ((69.2, 0.5), (46.0, 0.6), (55.8, 0.5), (45.8, 1.0)),
     "small-nal-10": ((70.2, 0.6), (44.0, 0.8), (67.8, 0.8), (48.9, 0.8)),
 }
-SIMILAR_ALPHABETS = ("Sanskrit", "Bengali")  # the hard alphabets of "small r_H", for training and test
+SIMILAR_ALPHABETS = ("Sanskrit", "Bengali")  # the hard alphabets of "small r_H": one for training, one for testing
 WAYS, QUERIES = 5, 10
 NAL_LR = 1e-6
 
@@ -106,8 +107,8 @@ def split_alphabets(names: list[str], ranking: AccuracyRecord, variant: str, see
     """Return the alphabets of each kind of task. `names` are all alphabets of the data set.
 
     Half of the hard alphabets and five eighths of the easy ones are for training, the others for testing. In the
-    variant "small", there are two hard alphabets: those of the paper, or the two hardest if those are missing. An
-    alphabet with too few characters for the ranking counts as easy.
+    variant "small", there are only two hard alphabets: those of the paper, or the two hardest if those are missing; the
+    other hardest ones are left out. An alphabet with too few characters for the ranking counts as easy.
     """
     hard = hardest_alphabets(ranking)
     similar = list(SIMILAR_ALPHABETS) if set(SIMILAR_ALPHABETS) <= set(names) else hard[:2]

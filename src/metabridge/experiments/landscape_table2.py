@@ -25,8 +25,8 @@ from metabridge.experiments.landscape_training_runs import (
 )
 from metabridge.report.results import Row
 
-# Accuracy in percent and the half-width of its 95 % interval, for each of `TASK_KINDS` (table 5). The keys contain the
-# share p of hard tasks and the method.
+# Accuracy in percent and the half-width of its 95 % interval (table 5), for easy and hard tasks of the training classes
+# and easy and hard tasks of the test classes (`TASK_KINDS`). The keys contain the share p of hard tasks and the method.
 PUBLISHED: dict[str, tuple[tuple[float, float], ...]] = {
     "p0.99-nal": ((78.2, 0.4), (9.9, 1.0), (74.8, 0.4), (9.5, 0.6)),
     "p0.99-maml": ((92.9, 0.3), (50.1, 1.0), (84.6, 0.4), (21.7, 0.3)),
@@ -45,7 +45,7 @@ class Settings:
     training: Conv4Training
     seeds: int
     easy: tuple[int, int]  # ways and shots
-    hard: tuple[int, int]
+    hard: tuple[int, int]  # ways and shots
     queries: int = 10
     nal_shots: int = 5  # shots of the training tasks of NAL, which trains on support and query examples
 
@@ -98,7 +98,8 @@ def plan_training(settings: Settings, run_name: str, seed: int, images: LabeledI
 
     training_tasks = tuple(tasks("train", hardness, shots) for hardness, shots in training_shots.items())
     mixture = Mixture(training_tasks, (1 - float(hard_share), float(hard_share)))
-    # The test tasks "train" have new images of the training classes, which the split "validation" holds.
+    # The test tasks called "easy train" and "hard train" have new images of the training classes. These images are in
+    # the split "validation".
     test_tasks = {
         f"{hardness} {kind_of_classes}": tasks(split, hardness, shots)
         for kind_of_classes, split in {"train": "validation", "test": "test"}.items()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 T = TypeVar("T")
-PUBLISHED = {  # average coordinate and test error, each with its standard deviation over 5 trials
+PUBLISHED = {  # average coordinate of w and test error, each with its standard deviation over 5 trials
     "NAL": ((0.18, 0.02), (0.78, 0.11)),
     "NAL, ν = 2": ((0.33, 0.02), (0.64, 0.08)),
     "NAL, ν = 5": ((0.61, 0.03), (0.51, 0.04)),
@@ -72,13 +72,14 @@ def closed_form(learner: LinearLearner, tasks: HardEasy) -> tuple[float, float]:
     """Return the mean coordinate to which SGD converges, and the test error there.
 
     If k of the b tasks of a batch are hard, their weights in NAL sum to h(k) = kν/(kν + b − k). NAL therefore converges
-    to R·E[h]ρ_H/(E[h]ρ_H + E[1 − h]ρ_E), which is R·νρ_H/(νρ_H + ρ_E) only for large batches.
+    to R·E[h]ρ_H/(E[h]ρ_H + E[1 − h]ρ_E), which is R·νρ_H/(νρ_H + ρ_E) only for large batches. R is the coordinate of
+    the center of the hard tasks; that of the easy tasks is 0.
     """
     nu = learner.hard_weight
     hard_weights = [k * nu / (k * nu + BATCH_SIZE - k) for k in range(BATCH_SIZE + 1)]
     mean_hard_weight = sum(math.comb(BATCH_SIZE, k) * 0.5**BATCH_SIZE * h for k, h in enumerate(hard_weights))
     hard, easy = mean_hard_weight * tasks.rho_hard, (1 - mean_hard_weight) * tasks.rho_easy
-    if learner.alpha is not None:
+    if learner.alpha is not None:  # MAML, whose weights do not depend on ν
         hard, easy = task_weights(tasks, learner.alpha, M)
     coordinate = tasks.R * hard / (hard + easy)
     risk = risk_above_floor(tasks.landscape, torch.full((tasks.dimension,), coordinate), ALPHA, M)

@@ -1,12 +1,12 @@
 """Collins et al. 2022, theorem 1: how much MAML favors the harder of two tasks, at stationary points of its loss.
 
-The stationary points of MAML's population loss are found numerically. There, the gradient norm of the hard task 1 is at
-most (1 − αβ₂)/(1 − αL₁) times the gradient norm of the easy task 2, if both are evaluated after the inner step of the
-task (eq. 33). If both are evaluated before the step, the factor is the square of this, up to O(α²) (eq. 36); the
-theorem itself has (1 − 2αβ₂)/(1 − αL₁)². α is the size of the inner step, β₂ the smallest curvature of task 2, and L₁
-the largest curvature of task 1, both at the stationary point, where the bound is tightest. The theorem assumes that the
-inputs of both tasks have the covariance Σ = I, but its proof does not need this: here the inputs of the hard task have
-half the variance, as in the figures.
+The stationary points of MAML's population loss are found numerically. There, the gradient norm ‖∇f₁‖ of the hard task 1
+is at most (1 − αβ₂)/(1 − αL₁) times the gradient norm ‖∇f₂‖ of the easy task 2, if each gradient is evaluated after the
+inner step on its task (eq. 33). If both are evaluated before the step, the factor is the square of this one, up to
+O(α²) (eq. 36); the theorem itself has (1 − 2αβ₂)/(1 − αL₁)². α is the size of the inner step, β₂ the smallest curvature
+of task 2, and L₁ the largest curvature of task 1. Both curvatures are measured at the stationary point, which gives the
+tightest bound. The theorem assumes that the inputs of both tasks have the covariance Σ = I, but its proof does not need
+this: here the inputs of the hard task have half the variance, as in the figures.
 """
 
 from __future__ import annotations
@@ -39,15 +39,16 @@ class BoundCheck:
 
     activation: Activation
     relative_alpha: float  # α·L₂
-    stationary: int  # number of stationary points
-    applicable: tuple[HardTaskPreference, ...]  # those that satisfy the conditions of the theorem
+    num_stationary: int  # number of stationary points
+    applicable: tuple[HardTaskPreference, ...]  # for those points that satisfy the conditions of the theorem
 
 
 def check_theorem(activation: Activation, pairs: int, seed: int) -> list[BoundCheck]:
     """Check theorem 1 at stationary points of MAML's population loss, for pairs of teachers drawn from N(0, I).
 
-    L₂ is the largest curvature of the easy task at its neuron. The searches for stationary points start at both neurons
-    and at their midpoint.
+    A teacher is the network of one neuron that produces the labels of a task. There is one check for each α·L₂. L₂ is
+    the largest curvature of the easy task at its neuron. The searches for stationary points start at both neurons and
+    at their midpoint.
     """
     generator = torch.Generator().manual_seed(seed)
     teachers = torch.randn(pairs, 2, 1, 2, generator=generator, dtype=torch.float64)
@@ -90,13 +91,13 @@ def _row(check: BoundCheck, stage: str, sides: Sequence[tuple[float, float]], no
         published=bound,
         ours=ratio,
         agrees=satisfied == len(sides),
-        note=f"{len(sides)} of {check.stationary} stationary points satisfy the conditions and {satisfied} the bound"
-        f"{note}",
+        note=f"{len(sides)} of {check.num_stationary} stationary points satisfy the conditions and {satisfied} the "
+        f"bound{note}",
     )
 
 
 def draw_theorem(axes: Axes, checks: Sequence[BoundCheck]) -> None:
-    """Draw the ratio of gradient norms at each stationary point as a function of its bound, for each α."""
+    """Draw the ratio of gradient norms before adaptation as a function of its bound, at all points and for each α."""
     from metabridge.report.figures import COLORS, MARKERS, plain_numbers
 
     for check, color, marker in zip(checks, COLORS, MARKERS):

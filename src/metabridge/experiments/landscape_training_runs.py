@@ -100,7 +100,10 @@ class PlannedRun:
         return f"{self.name}, seed {self.training.seed}"
 
     def empty_record(self, options: ExperimentOptions, experiment: str, images: LabeledImages) -> AccuracyRecord:
-        """Return a record without scores, which has the name and all settings of the run."""
+        """Return a record without scores, which has the name and all settings of the run.
+
+        The name of the record starts with `experiment`, the id of the experiment.
+        """
         name = f"{experiment}-{self.name}-{options.scale}-{self.training.seed}"
         plan = as_json({"images": image_description(images), **self.description, **self.training.to_dict()})
         return AccuracyRecord(name, plan, Machine.current(options.device), 0.0, {})
@@ -135,7 +138,8 @@ def train_all(
     """Return the record of each planned run.
 
     If a run has no record yet and `options.only` selects it, train and test the network. The record is None if the run
-    is not selected or does not finish within the time limit, which applies to all runs together.
+    is not selected or does not finish within the time limit, which applies to all runs together. `experiment` is the id
+    of the experiment.
     """
     empty_records = {run.label: run.empty_record(options, experiment, images) for run in planned}
     records = {label: AccuracyRecord.load(options, record.name, record.plan) for label, record in empty_records.items()}
@@ -168,8 +172,14 @@ def accuracy_rows(
 ) -> Iterator[Row]:
     """Yield a row with the mean over seeds for each kind of task, or no rows if there are no records.
 
-    Our accuracy agrees with the published one if their 95 % intervals overlap. The two are only compared if our images
-    are from `data`, the data set of the paper.
+    Our accuracy agrees with the published one if their 95 % intervals overlap. They are compared only if our images are
+    from the data set of the paper.
+
+    Args:
+        name: Start of the names of the rows.
+        records: The records of the run, one for each seed.
+        published: Accuracy in percent and the half-width of its 95 % interval, for each of `TASK_KINDS`.
+        data: Name of the paper's data set.
     """
     for kind, (value, margin) in zip(TASK_KINDS, published) if records else ():
         score = Accuracy.pool([record.scores[kind] for record in records])

@@ -46,7 +46,7 @@ class Settings:
     """The widths, the number of networks of each width, and how they are trained."""
 
     widths: tuple[int, ...]
-    nets: int
+    nets: int  # number of networks of each width
     steps: int = 80
     tasks: int = 4
     inner_time: float = 0.05  # λτ, inner learning rate times number of inner steps

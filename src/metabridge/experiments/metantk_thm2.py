@@ -4,10 +4,10 @@ After training for a time t with the learning rate η, the predictions on the qu
 F_t = G + Φ' T_Φ^{ηt}(Y − G_train), where T_Φ^s = Φ⁻¹(I − e^{−sΦ}). G and G_train are the predictions that inner
 adaptation alone makes on test and training tasks, Y the training targets, Φ the MetaNTK (the neural tangent kernel of
 MAML) of the training tasks, and Φ' the MetaNTK between test and training tasks. The experiment compares the predictions
-of trained networks with F_t at a finite time and at the end of training. It also compares MTL and ANIL with the
-predictions of lemma 1 of Wang et al. 2021. The formulas are for gradient flow, so all inner steps are small, and also
-the outer steps up to the finite time. The result at the end of training does not depend on the outer step size, so the
-remaining outer steps are larger. The papers have proofs but no experiment for these statements.
+of trained networks with F_t at a finite time and at the end of training. It also compares multi-task learning (MTL) and
+ANIL with the predictions of lemma 1 of Wang et al. 2021. The formulas are for gradient flow, so all inner steps are
+small, and also the outer steps up to the finite time. The result at the end of training does not depend on the outer
+step size, so the remaining outer steps are larger. The papers have proofs but no experiment for these statements.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Settings:
     """The widths, the number of networks of each width, and how they are trained."""
 
     widths: tuple[int, ...]
-    nets: int
+    nets: int  # number of networks of each width
     tasks: int = 3
     test_tasks: int = 10
     inner_time: float = 0.05  # λτ, inner learning rate times number of inner steps, in training and at test time
@@ -117,12 +117,12 @@ def methods(settings: Settings, name: KernelMethod) -> tuple[Method, Method]:
 def rows(errors: Errors, _: ExperimentOptions) -> Iterator[Row]:
     """Yield rows of the exponent of the width in the error, and of the error at each width, by stage and method."""
     note = "agrees if the error decreases with the width: the interval over initializations is below 0"
-    for stage, methods in errors.items():
-        for name, points in methods.items():
-            label, law = f"{name.upper()} {stage}", PowerLaw.fit(points)
+    for stage, errors_by_method in errors.items():
+        for name, errors_by_width in errors_by_method.items():
+            label, law = f"{name.upper()} {stage}", PowerLaw.fit(errors_by_width)
             agrees = law.exponent + law.ci95 < 0
             yield Row(label, "exponent of the width", ours=law.exponent, ci95=law.ci95, agrees=agrees, note=note)
-            for width, values in points.items():
+            for width, values in errors_by_width.items():
                 yield Row.mean(f"{label}, width {width}", "relative error", values)
 
 
@@ -134,8 +134,9 @@ def figure(outcome: Outcome[Errors]) -> Figure:
 
     figure = Figure(figsize=(9.6, 4.4), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
-    for axes, (stage, methods) in zip(panels, outcome.data.items()):
-        result_figures.draw_power_laws(axes, {f"{name.upper()} {stage}": points for name, points in methods.items()})
+    for axes, (stage, errors_by_method) in zip(panels, outcome.data.items()):
+        curves = {f"{name.upper()} {stage}": errors_by_width for name, errors_by_width in errors_by_method.items()}
+        result_figures.draw_power_laws(axes, curves)
     panels[0].set(ylabel="‖trained − kernel prediction‖ / ‖kernel prediction‖\non the queries of test tasks")
     return figure
 

@@ -21,11 +21,12 @@ from metabridge.report.results import Result, Row
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Methods that do not adapt in training. The formulas predict one score for all of them and one for all other methods.
+# Methods that do not adapt in training: "rfs" (Tian et al. 2020) and multi-task learning. The formulas predict one
+# score for all of them and one for all other methods.
 METHODS_WITHOUT_ADAPTATION = ("rfs", "mtl")
 METHODS = (*METHODS_WITHOUT_ADAPTATION, "anil", "maml")
 KERNEL = fully_connected_kernel(depth=3, bias_variance=0.1)
-QUERIES = 10
+QUERIES = 10  # query images per class
 
 
 class TrainedNets(NamedTuple):
@@ -53,7 +54,7 @@ class MethodRanking:
         return float(stats.kendalltau(list(self.predicted_scores.values()), accuracies).statistic)
 
     @property
-    def is_pair_correct(self) -> list[bool]:
+    def pair_correctness(self) -> list[bool]:
         """For each pair of methods with different predicted scores: whether their accuracies are in the same order."""
         scores, accuracies = self.predicted_scores, self.accuracies
         return [
@@ -64,7 +65,7 @@ class MethodRanking:
 
     def row(self) -> Row:
         """Return a row with Kendall's τ. Its note contains the predicted ranking and the accuracies, best first."""
-        right, wrong = self.is_pair_correct.count(True), self.is_pair_correct.count(False)
+        right, wrong = self.pair_correctness.count(True), self.pair_correctness.count(False)
         accuracies = ", ".join(f"{name} {self.accuracies[name]:.1f}" for name in _best_first(self.accuracies))
         note = f"{right} pairs right, {wrong} wrong; predicted {self}; trained {accuracies}"
         return Row(f"ranking of methods by {self.source}, {self.nets}", "Kendall's τ", ours=self.tau, note=note)
@@ -133,9 +134,9 @@ def ranking_rows(rankings: Sequence[MethodRanking]) -> Iterator[Row]:
     """Yield a row for each ranking, and one with the percentage of pairs of methods that are ranked correctly."""
     yield from (ranking.row() for ranking in rankings)
     if rankings:
-        is_pair_correct = [is_correct for ranking in rankings for is_correct in ranking.is_pair_correct]
-        note = f"{sum(is_pair_correct)} of {len(is_pair_correct)} pairs in {len(rankings)} rankings"
-        yield Row.share("ranking of methods, all", "pairs right %", is_pair_correct, note=note)
+        pair_correctness = [is_correct for ranking in rankings for is_correct in ranking.pair_correctness]
+        note = f"{sum(pair_correctness)} of {len(pair_correctness)} pairs in {len(rankings)} rankings"
+        yield Row.share("ranking of methods, all", "pairs right %", pair_correctness, note=note)
 
 
 def draw_rankings(axes: Axes, rankings: Sequence[MethodRanking]) -> None:
@@ -144,7 +145,7 @@ def draw_rankings(axes: Axes, rankings: Sequence[MethodRanking]) -> None:
 
     agreement: dict[str, dict[str, tuple[float, str]]] = {"predicted by formulas": {}, "predicted by kernels": {}}
     for ranking in rankings:
-        text = f"{sum(ranking.is_pair_correct)}/{len(ranking.is_pair_correct)}"
+        text = f"{sum(ranking.pair_correctness)}/{len(ranking.pair_correctness)}"
         agreement[f"predicted by {ranking.source}"][ranking.nets] = (ranking.tau, text)
     draw_rank_agreement(axes, agreement)
     axes.set(title="rankings of methods: predicted, and by accuracy of trained nets")

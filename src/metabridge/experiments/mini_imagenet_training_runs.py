@@ -1,4 +1,7 @@
-"""Training runs on mini-ImageNet for tables 3 to 5 and figure 2 of Wang et al. (2021)."""
+"""Training runs on mini-ImageNet for tables 3 to 5 and figure 2 of Wang et al. (2021).
+
+"mtl" is multi-task learning, and "rfs" is the method of Tian et al. (2020), which trains a classifier of all classes.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,7 @@ VIEWS = (
     TestTimeAugmentation(mirrored=True, cropped=True),
     TestTimeAugmentation(mirrored=True, rotated=True, cropped=True),
 )
+# On 40 or 2000 validation tasks, and as many test tasks.
 EVALUATIONS = {"quick": Evaluation(SHOTS, 40, VIEWS[:2]), "paper": Evaluation(SHOTS, 2000, VIEWS)}
 
 _RESNET = ImageTrainingConfig(
@@ -28,7 +32,7 @@ _RESNET = ImageTrainingConfig(
     model="resnet12",
     model_options={"dropout": 0.1},
     statistics="running",
-    augment=Augment(scale=(0.3, 1.0), growth=(60, 0.6)),
+    augment=Augment(scale=(0.3, 1.0), growth=(60, 0.6)),  # images of 60 px in the first 60 % of the training steps
     precision="bfloat16",
     validate_tasks=500,
     validate_shots=5,
@@ -45,8 +49,8 @@ _CONV = ImageTrainingConfig(
     validate_tasks=300,
 )
 
-# The options were selected on validation tasks. Unlike the paper, which lowers the learning rate at plateaus, we use a
-# cosine schedule. The number of iterations was chosen to fit the available time.
+# The options were selected on validation tasks. Unlike Wang et al. (2021), who lower the learning rate at plateaus, we
+# use a cosine schedule. The number of iterations was chosen to fit the available time.
 _RFS = replace(
     _RESNET,
     method="rfs",
@@ -83,7 +87,10 @@ PAPER: dict[str, ImageTrainingConfig] = {
 
 
 def configs(scale: str) -> dict[str, ImageTrainingConfig]:
-    """Return the training configurations by run name. A name that ends in -1 or -5 contains the number of shots."""
+    """Return the training configurations by run name.
+
+    A run whose name ends in -1 or -5 is tested with this number of shots, all others with 1 and with 5 shots.
+    """
     return PAPER if scale == "paper" else {name: quick_config(config) for name, config in PAPER.items()}
 
 
@@ -105,7 +112,7 @@ def quick_config(config: ImageTrainingConfig) -> ImageTrainingConfig:
 
 
 def train_or_load_all(options: ExperimentOptions, names: tuple[str, ...]) -> dict[str, TrainingRecord]:
-    """Train those of the named runs that `only` selects. Return the records of the named runs that are finished."""
+    """Train those of the named runs that `options.only` selects. Return the records of all named runs that finished."""
     selected_configs = {name: config for name, config in configs(options.scale).items() if name in names}
     options.check_only(selected_configs)
     images = cache(lambda: load_images(options))

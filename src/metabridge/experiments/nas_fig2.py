@@ -1,7 +1,7 @@
 """Wang et al. 2022, figure 2: the cells that MetaNTK-NAS selects, and how much they vary between seeds.
 
-The paper shows one example. The rows contain the mean percentages of edges and operators that the cells of two searches
-with different seeds have in common. Their notes give the same percentages for random cells.
+The paper shows the cells of one search. The rows contain the mean percentages of edges and operators that the cells of
+two searches with different seeds have in common. Their notes give the same percentages for random cells.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ def overlap(first: Architecture, second: Architecture) -> tuple[float, float]:
 def expected_overlap(num_operators: int) -> tuple[float, float]:
     """Return the expected `overlap` of random cells with this number of candidate operators.
 
-    A random node keeps each of its n candidate inputs with probability k/n, where k = INPUTS_PER_NODE. On average, two
-    random nodes therefore have k²/n inputs in common.
+    Node i has n = i + 2 candidate inputs: the two inputs of the cell and all earlier nodes. A random node keeps each of
+    them with probability k/n, where k = INPUTS_PER_NODE. On average, two random nodes therefore have k²/n inputs in
+    common.
 
     >>> expected_overlap(7)
     (72.22..., 10.31...)

@@ -1,9 +1,9 @@
 """Rank correlations between the proxies of an architecture search and the accuracies after training.
 
-The papers do not report these correlations. The proxies of random architectures are computed before training, and all
-architectures are trained briefly in the same way. The rank correlation of each proxy with the accuracy on new tasks has
-a bootstrap interval over architectures. The number of parameters is the baseline. The signs are chosen such that a
-useful proxy has a positive correlation.
+Wang et al. 2022, whose search uses these proxies, do not report the correlations. The proxies of random architectures
+are computed before training, and all architectures are trained briefly in the same way. The rank correlation of each
+proxy with the accuracy on new tasks has a bootstrap interval over architectures. The number of parameters serves as a
+baseline for the proxies. The signs are chosen such that a useful proxy has a positive correlation.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from metabridge.training.config import ImageTrainingConfig, replace_former_names
 from metabridge.training.image_training import image_trainer
 from metabridge.training.interleaved import concurrent_runs
 
-# Proxies that are condition numbers of a kernel.
+# The proxies that are condition numbers, each with its kernel.
 KERNELS: dict[str, SearchKernel] = {"MAML kernel": "maml", "ANIL kernel": "anil", "NTK": "ntk"}
 PROXIES = (*KERNELS, "linear regions", "parameters")
 
@@ -33,11 +33,11 @@ PROXIES = (*KERNELS, "linear regions", "parameters")
 class Settings:
     """The number of architectures, how they are scored, trained and tested, and the number of bootstrap resamples."""
 
-    architectures: int
-    search: SearchConfig
-    config: ImageTrainingConfig
-    test_tasks: int  # number of tasks
-    resamples: int  # of the architectures, for the bootstrap intervals
+    architectures: int  # number of random architectures
+    search: SearchConfig  # how they are scored
+    config: ImageTrainingConfig  # how they are trained
+    test_tasks: int  # number of test tasks on which the accuracy of each architecture is measured
+    resamples: int  # how often the architectures are resampled for the bootstrap intervals
 
 
 _CONFIG = ImageTrainingConfig(
@@ -70,9 +70,9 @@ class ScoredArchitecture:
 
     architecture: Architecture
     proxies: dict[str, float | None]
-    accuracy: float
-    ci95: float
-    minutes: float
+    accuracy: float  # mean over test tasks
+    ci95: float  # half-width of the 95 % interval of the accuracy
+    minutes: float  # duration of the training
 
     def predicted_quality(self, proxy: str) -> float:
         """Return the proxy with the sign for which larger values are better, or −∞ if the proxy failed."""
@@ -91,6 +91,7 @@ class RankRecord(Record):
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> RankRecord:
         """Return the record with these fields, as read from JSON."""
+        # In the file, the architectures have the key "judged", as in version 0.1.0. "environment" is the machine.
         training = replace_former_names(stored["plan"]["training"])
         defaults = as_json(asdict(ImageTrainingConfig(training["method"])))  # for options that are not in older records
         plan = {**stored["plan"], "training": defaults | training}
@@ -98,7 +99,8 @@ class RankRecord(Record):
             ScoredArchitecture(**{**entry, "architecture": Architecture.from_dict(entry["architecture"])})
             for entry in stored["judged"]
         )
-        return cls(stored["name"], plan, stored["environment"], 0.0, ()).with_architectures(architectures)
+        empty_record = cls(stored["name"], plan, stored["environment"], 0.0, ())
+        return empty_record.with_architectures(architectures)  # which also sets `minutes`
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields in the form that `from_json` reads."""
@@ -106,7 +108,7 @@ class RankRecord(Record):
         return {**{key: fields[key] for key in ("name", "plan", "environment")}, "judged": fields["architectures"]}
 
     def with_architectures(self, architectures: Sequence[ScoredArchitecture]) -> RankRecord:
-        """Return a copy of the record with these architectures."""
+        """Return a copy of the record with these architectures, and with the total duration of their training runs."""
         minutes = sum(architecture.minutes for architecture in architectures)
         return replace(self, minutes=minutes, architectures=tuple(architectures))
 
@@ -188,7 +190,7 @@ def score(
         search = replace(settings.search, kernel=kernel)
         scores = score_architecture(architecture, images, search, device=options.device)
         proxies[proxy] = mean_score([score.condition for score in scores if score.condition is not None])
-        # the same for every kernel
+        # These scores are the same for every kernel, so it does not matter which of them is kept.
         proxies["linear regions"] = mean_score([score.regions for score in scores if score.regions is not None])
     proxies["parameters"] = ProxyScore(float(sum(value.numel() for value in run.net.features.parameters())))
     values = {proxy: None if result.failure else result.value for proxy, result in proxies.items()}

@@ -23,12 +23,12 @@ from metabridge.training import TestTimeAugmentation
 from metabridge.training.config import ImageTrainingConfig
 
 IMAGE_SIZE = 32  # width and height of the images of mini-ImageNet in searches
-GLYPH_CLASSES = 25  # number of classes per split at the quick scale
+GLYPH_CLASSES = 25  # number of classes of the glyphs that each split has at the quick scale
 
 
 @dataclass(frozen=True)
 class SearchVariant:
-    """The kernel that guides a search, its options, and the number of cells (Wang et al. 2022, appendix E)."""
+    """The fields of `SearchConfig` in which the searches differ (Wang et al. 2022, appendix E)."""
 
     kernel: SearchKernel
     cells: int = 5
@@ -43,8 +43,8 @@ class SearchVariant:
 
     def searches(self, records: Mapping[str, Record], options: ExperimentOptions) -> list[SearchRecord]:
         """Return the records of the finished searches of this variant."""
-        finished = (records.get(f"search-{label}") for label in self.seeds(options))
-        return [record for record in finished if isinstance(record, SearchRecord)]
+        records_or_none = (records.get(f"search-{label}") for label in self.seeds(options))
+        return [record for record in records_or_none if isinstance(record, SearchRecord)]
 
 
 METANTK = SearchVariant("maml")
@@ -104,7 +104,7 @@ SETTINGS = {
             "longer": {"iterations": 30_000, "validate_every": 3000},
             "muon": {"optimizer": "muon", "lr": 0.2, "iterations": 8000, "validate_every": 2000},
         },
-        lr=0.4,  # `lr` and `drop_rate` were selected by validation accuracy after 1000 steps
+        lr=0.4,  # `lr` and `drop_rate` were selected by validation accuracy after 1000 training steps
         drop_rate=0.0,
         tasks=2000,
         views=VIEWS[1:3],  # without crops, which are expensive and did not improve RFS with ResNet-12
@@ -133,6 +133,7 @@ class SearchRecord(Record):
     @classmethod
     def from_json(cls, stored: dict[str, Any]) -> SearchRecord:
         """Return the record with these fields, as read from JSON."""
+        # In the file, `evaluated` and `failed` have the keys of version 0.1.0.
         fields = {**stored, "architecture": Architecture.from_dict(stored["architecture"])}
         return cls(evaluated=fields.pop("measured"), failed=fields.pop("troubled"), **fields)
 
@@ -143,7 +144,10 @@ class SearchRecord(Record):
 
 
 def search_all(options: ExperimentOptions, variants: Iterable[SearchVariant]) -> dict[str, SearchRecord]:
-    """Return the records of all finished searches, after running those that `only` selects within the time limit."""
+    """Return the records of all finished searches, after running those that `options.only` selects.
+
+    A search that reaches the time limit is not finished.
+    """
     records = {
         f"search-{label}": search_or_load(options, variant, label, seed)
         for variant in variants
@@ -155,7 +159,7 @@ def search_all(options: ExperimentOptions, variants: Iterable[SearchVariant]) ->
 def search_or_load(options: ExperimentOptions, variant: SearchVariant, label: str, seed: int) -> SearchRecord | None:
     """Return the record of a search, after running the search if there is no record yet.
 
-    Return None if `only` excludes the search or the time limit ends it.
+    Return None if `options.only` excludes the search or the time limit ends it.
     """
     settings, search_name = SETTINGS[options.scale], f"search-{label}"
     search = replace(settings.search, **asdict(variant), seed=seed)

@@ -18,7 +18,7 @@ from metabridge.report.results import Row
 METANTK_NAME = "MetaNTK and regions"
 VARIANTS = {METANTK_NAME: METANTK, "NTK and regions": NTK, "regions alone": REGIONS, "random cells": RANDOM}
 
-# accuracy in percent and its standard deviation over searches, by shots
+# Accuracy in percent and its standard deviation over searches, by number of shots.
 PUBLISHED: dict[str, dict[int, tuple[float, float]]] = {
     METANTK_NAME: {1: (63.88, 0.81), 5: (80.07, 0.45)},
     "NTK and regions": {1: (62.51, 0.42), 5: (79.02, 0.35)},

@@ -22,18 +22,18 @@ IMAGE_SIZE = 84  # width and height of the images of mini-ImageNet in training
 def search_and_train(
     options: ExperimentOptions, variants: Iterable[SearchVariant], *, additional_labels: Iterable[str] = ()
 ) -> dict[str, Record]:
-    """Return the records of all finished searches and training runs, after running those that `only` selects.
+    """Return the records of all finished searches and training runs, after running those that `options.only` selects.
 
     Args:
         options: Options of the experiment.
-        variants: The search variants. The architectures that they select are trained with the same schedule.
+        variants: The variants of the search. All architectures that they select are trained in the same way.
         additional_labels: Labels of additional training runs, from `resnet12_label` or `recipe_label`.
 
     Returns:
         The records by the names that `--only` accepts.
 
     Raises:
-        InputError: If `only` selects a training run whose search is not finished.
+        InputError: If `options.only` selects a training run whose search is not finished.
     """
     variants = tuple(variants)
     labels = [label for variant in variants for label in variant.seeds(options)]
@@ -65,7 +65,11 @@ def recipe_label(label: str, recipe: str) -> str:
 def training_configs(
     options: ExperimentOptions, searches: Mapping[str, SearchRecord]
 ) -> dict[str, ImageTrainingConfig]:
-    """Return the training configurations by label: of each architecture, of its other recipes, and of ResNet-12."""
+    """Return the training configurations by label.
+
+    There is one for each selected architecture with the default recipe, one with each other recipe, and one for
+    ResNet-12.
+    """
     settings = SETTINGS[options.scale]
     cell_configs = {name.removeprefix("search-"): cell_config(options, record) for name, record in searches.items()}
     recipe_configs = {
@@ -92,7 +96,10 @@ def cell_config(options: ExperimentOptions, search: SearchRecord) -> ImageTraini
 
 
 def train_all(options: ExperimentOptions, configs: Mapping[str, ImageTrainingConfig]) -> dict[str, TrainingRecord]:
-    """Return the records of all finished runs, after training those that `only` selects within the time limit."""
+    """Return the records of all finished runs, after training those that `options.only` selects.
+
+    A run that reaches the time limit is not finished.
+    """
     settings = SETTINGS[options.scale]
     evaluation = Evaluation(SHOTS, settings.tasks, settings.views)
     records = {}
@@ -109,5 +116,5 @@ def train_all(options: ExperimentOptions, configs: Mapping[str, ImageTrainingCon
 
 def finished_training_runs(records: Mapping[str, Record], labels: Iterable[str]) -> list[TrainingRecord]:
     """Return the records of the finished training runs with these labels."""
-    finished = (records.get(f"train-{label}") for label in labels)
-    return [record for record in finished if isinstance(record, TrainingRecord)]
+    records_or_none = (records.get(f"train-{label}") for label in labels)
+    return [record for record in records_or_none if isinstance(record, TrainingRecord)]

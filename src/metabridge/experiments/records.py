@@ -29,7 +29,7 @@ class Record:
     Args:
         name: Name of the file, without `.json`.
         plan: All settings on which the measurements depend, as `as_json` returns them.
-        environment: The machine on which it ran.
+        environment: The machine on which it ran, named like its key in the files.
         minutes: Duration of the training run or search, in minutes.
     """
 
@@ -126,7 +126,7 @@ def as_json(settings: Mapping[str, object]) -> dict[str, Any]:
 
 
 def rename_keys(values: Mapping[str, Any], new_keys: Mapping[str, str]) -> dict[str, Any]:
-    """Return a copy of a dict in which the keys in `new_keys` are replaced.
+    """Return a copy of a dict in which the keys in `new_keys` are replaced, such as by those of version 0.1.0.
 
     >>> rename_keys({"lr": 0.1, "test_tasks": 60}, {"test_tasks": "judged"})
     {'lr': 0.1, 'judged': 60}

@@ -18,7 +18,7 @@ from metabridge.training.image_training import train_on_images
 
 # L2 penalties of the test-time logistic regression (Wang et al. 2021, table 5)
 PENALTIES = (1e-4, 1e-3, 0.01, 0.1, 0.33, 1.0, 3.0)
-AUGMENTED_PENALTIES = PENALTIES[3:]  # those that are also evaluated with test-time augmentation
+AUGMENTED_PENALTIES = PENALTIES[3:]  # the penalties that are also evaluated with test-time augmentation
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class TrainingRecord(Record):
     Args:
         images: Name and size of the images.
         iterations: Number of training steps.
-        parameters: Number of parameters of the features.
+        parameters: Number of parameters of the network without its head.
         curve: Minutes, iteration, accuracy and ci95 of every validation.
         scores: The accuracy for each split, number of shots, penalty and augmentation that was evaluated.
         evaluation_seconds: Time to fit the logistic regression to all test tasks for all numbers of shots, not counting

@@ -133,7 +133,8 @@ def gram_matrix(x: Tensor, sensitivity: float) -> tuple[Tensor, Tensor | None]:
 def weighted_sum(coefficients: Tensor, x: Tensor, origin: Tensor | None) -> Tensor:
     """Return Σ_n coefficients_n (x_n − origin), (tasks, outputs, d), in the dtype of the features.
 
-    The sum is computed in float64 if `origin` is not None, and in the dtype of the features otherwise.
+    If `origin` is None, it is 0, and the sum is computed in the dtype of the features. Otherwise it is computed in
+    float64.
     """
     if origin is None:
         return coefficients.to(x.dtype) @ x

@@ -42,7 +42,7 @@ class LogisticRegression(Head):
     name: ClassVar[str] = "logistic"
     label: ClassVar[str] = "logistic regression"
     calibrated: ClassVar[bool] = True
-    default_penalty: ClassVar[float | None] = 0.33  # as in the presets "mtl" and "rfs" of `method`
+    default_penalty: ClassVar[float | None] = 0.33  # as in the presets "mtl" and "rfs" of `learners.method`
 
     penalty: float = 1.0
     normalize: bool = True

@@ -119,7 +119,7 @@ def minimize(loss: Loss, labels: Tensor, X: Tensor, penalty: Tensor, outputs: in
     penalty = all_penalty = penalty[..., None]
     all_X = X
     solution = X.new_zeros(len(X), X.shape[-1], outputs)
-    # Indices of the tasks that are iterated. Solved tasks are dropped as soon as they are at least half of them.
+    # Indices of the tasks in the iteration. When at least half of these tasks are solved, the solved ones are dropped.
     active_tasks = torch.arange(len(X), device=X.device)
     V, scores = solution, X @ solution
     expansion = loss.expand(targets, scores)

@@ -40,7 +40,7 @@ class RidgeClassifier(Head):
 
     name: ClassVar[str] = "ridge"
     label: ClassVar[str] = "ridge"
-    stored_name: ClassVar[str] = "Ridge"
+    stored_name: ClassVar[str] = "Ridge"  # class name of version 0.1.0, which saved runs contain
     calibrated: ClassVar[bool] = False
     default_penalty: ClassVar[float | None] = 1.0
     supports_regression: ClassVar[bool] = True

@@ -194,6 +194,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
             "model": recipe | ({"pretrained": False} if "pretrained" in recipe else {}),  # the weights are in this file
             "form": asdict(self.decode_options_),  # keys as in version 0.1.0
             "classes": self.classes_.tolist(),
+            # keys and class names as in version 0.1.0
             "head": None if head is None else {"kind": type(head).__name__, "normalise": head.normalize},
             "arguments": {
                 "run": str(Path(self.run).resolve()) if isinstance(self.run, str | Path) else None,
@@ -298,6 +299,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
 
 
 def _inputs(images: NDArray[np.uint8], device: torch.device) -> Tensor:
+    """Return the inputs of the network for 8-bit images: the same images with values from 0 to 1, on the device."""
     return torch.from_numpy(images).to(device).float() / 255
 
 

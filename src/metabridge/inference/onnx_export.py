@@ -43,7 +43,8 @@ def export_onnx(model: Model | Adapted, file: str | Path) -> float | None:
         The largest absolute difference from PyTorch's features, or None if onnxruntime is not installed.
 
     Raises:
-        InputError: If onnx or onnxscript is not installed, a weight is not finite, or the features differ from PyTorch.
+        InputError: If onnx or onnxscript is not installed, a weight is not finite, or the features differ from those in
+            PyTorch.
 
     >>> from tempfile import TemporaryDirectory
     >>> from metabridge.learners import method, parameters
@@ -147,7 +148,7 @@ def _backbone_on_cpu(model: Model | Adapted) -> nn.Module:
 
 
 def _difference_from_pytorch(onnx_model: bytes, backbone: nn.Module, images: Tensor) -> tuple[float, float]:
-    """Return the largest absolute difference between the features of ONNX and PyTorch, and the largest feature."""
+    """Return the largest absolute difference between features in ONNX and PyTorch, and the largest absolute feature."""
     from onnxruntime import InferenceSession
 
     session = InferenceSession(onnx_model, providers=["CPUExecutionProvider"])

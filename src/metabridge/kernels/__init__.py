@@ -1,4 +1,9 @@
-"""NTK and NNGP kernels of finite and infinitely wide networks, and the predictions of MTL, ANIL and MAML from them."""
+"""NTK and NNGP kernels of networks, and predictions of multi-task learning (MTL), ANIL and MAML from them.
+
+The neural tangent kernel (NTK) consists of the inner products of the gradients with respect to all parameters, and the
+kernel of the neural network Gaussian process (NNGP) of those with respect to the last layer's parameters. Networks may
+be finite or infinitely wide.
+"""
 
 from metabridge.kernels.activations import GELU, Cos, Erf, ReLU, Sin
 from metabridge.kernels.analytic_kernel import AnalyticKernel

@@ -138,7 +138,7 @@ def conv4_kernel(
     bias_variance: float = 0.0,
     memory: int = DEFAULT_MEMORY,
 ) -> AnalyticKernel:
-    """Return the kernels of an infinitely wide conv4 with average pooling, since max pooling has no closed form.
+    """Return the kernels of an infinitely wide conv4 with average instead of max pooling, which has no closed form.
 
     The network has four blocks of 3×3 convolution with padding 1, ReLU and 2×2 average pooling, and a dense readout. It
     has no batch norm. Images must have at least 16×16 pixels.

@@ -89,7 +89,7 @@ def profile_network(
         y: Outputs for one sample.
         calls: The layer calls in the forward pass of this sample.
         two_samples: A batch of two samples; the first is the sample with the outputs `y`.
-        cotangent: Cotangent of `y`.
+        cotangent: Cotangent of `y`: the weights of the outputs in the sum whose gradients are compared.
         exact_gradients: Exact gradient (from autograd) of every parameter for this cotangent; None if the outputs do
             not depend on the parameter.
         gradients_per_sample: Number of gradients per sample: the number of outputs, or 1 if the outputs are summed.

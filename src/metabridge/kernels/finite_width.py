@@ -1,10 +1,9 @@
-"""The MetaNTK of finite networks, computed from its definition, and full-batch gradient descent.
+"""The MetaNTK (the NTK of adapted outputs) of finite networks, by its definition, and full-batch gradient descent.
 
 The experiments compare both with networks of infinite width. The loss is ½‖F − Y‖², where F are the outputs for the
-queries of all tasks and Y their targets (Wang et al. 2022, eq. 23). This module uses the NTK parameterization: at width
-l, the parameters of the paper are the parameters here divided by √l, the learning rate of the paper is η₀/l for the
-learning rate η₀ here, and the Jacobian of the paper is √l·J for the Jacobian J here. The kernel Φ̂ of the paper,
-(√l·J)(√l·J)ᵀ/l, is therefore JJᵀ.
+queries of all tasks and Y their targets (Wang et al. 2022, eq. 23). This module uses the NTK parameterization, unlike
+that paper: at width l, its parameters are the parameters here divided by √l, its learning rate is η₀/l for the learning
+rate η₀ here, and its Jacobian is √l·J for the Jacobian J here. Its kernel Φ̂ = (√l·J)(√l·J)ᵀ/l is therefore JJᵀ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The interface of network kernels, which are analytic (infinite width) or empirical (finite width)."""
+"""The interface of network kernels, which are analytic (infinite width) or empirical (finite width).
+
+NTK stands for neural tangent kernel, and NNGP for neural network Gaussian process.
+"""
 
 from __future__ import annotations
 

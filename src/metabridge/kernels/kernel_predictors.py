@@ -42,9 +42,10 @@ class KernelLearner:
     "mtl" and "anil" train without a query-support split and predict F = G_ŝ(X, X', Y') + Φ'Φ⁻¹(Y − G_s) (Wang et al.
     2021, lemma 1). "maml" and "anil-split" train with a split and predict F = G_M(X, X', Y') + Φ'T_Φ(Y − G_M) (Wang et
     al. 2022, theorem 2). X are the queries of a test task, X' its support points and Y' their targets; Y are the
-    targets of the training tasks. G is the prediction of the inner loop alone, Φ the kernel between training tasks, and
-    Φ' the kernel between test and training tasks; see `FittedKernelLearner`. T_Φ is Φ⁻¹ after training until
-    convergence, and for a finite `outer_time` it also replaces Φ⁻¹ in the first formula; see
+    targets of the training tasks. G is the prediction of the inner loop alone. Its index is the time of adaptation (s
+    in training, ŝ at test time) or the kernel M of the inner loop (Θ for "maml", K for "anil-split"). Φ is the kernel
+    between training tasks, and Φ' the kernel between test and training tasks; see `FittedKernelLearner`. T_Φ is Φ⁻¹
+    after training until convergence, and for a finite `outer_time` it also replaces Φ⁻¹ in the first formula; see
     `meta_kernels.adaptation_operator`. Class labels are one-hot encoded.
 
     Args:

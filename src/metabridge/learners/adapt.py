@@ -28,7 +28,7 @@ class Adapted:
 
     Args:
         net: The network that was adapted.
-        params: Its parameters after adaptation, by name.
+        params: The parameters of the network after adaptation, by name.
         head: The fitted test-time head, which replaces the network's head. None if the method has none.
         method: The method that adapted the network. None if it is unknown, as for a classifier read from a file.
 
@@ -74,7 +74,7 @@ def adapt(method: Method, net: Network, params: Params, x: Tensor, y: Tensor) ->
         net: The network that is adapted.
         params: The method's parameters, from `parameters`.
         x: The inputs of the support set, (examples, ...).
-        y: Their class labels, int64 (examples,), or regression targets, (examples, outputs).
+        y: The class labels of the support set, int64 (examples,), or its regression targets, (examples, outputs).
 
     Returns:
         The adapted network.
@@ -200,9 +200,9 @@ def _call_for_tasks(function: Callable[[Episodes], tuple[Tensor, ...]], episodes
 
 
 def _check_network(net: Network, params: Params, x: Tensor) -> None:
-    """Raise an InputError if `torch.func.functional_call` cannot replace the parameters of the network.
+    """Raise an InputError if the network cannot be called with other parameters, or changes them (see `observe`).
 
-    Each network is checked only once.
+    After a network has passed the check, it is not checked again.
     """
     if net not in _CHECKED_NETWORKS:
         observe(net.features, x, body_params(params))

@@ -13,8 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 _LOCK = Lock()
-_BACKEND = contextlib.ExitStack()  # restores the attention backend when it is closed
-_active_threads = 0  # number of threads inside _math_attention
+_MATH_SELECTION = contextlib.ExitStack()  # selects the math backend while open; closing restores the earlier choice
+_num_active_threads = 0  # number of threads inside _math_attention
 
 
 @contextlib.contextmanager
@@ -32,27 +32,28 @@ def second_derivatives(*, weight_norm: bool) -> Iterator[None]:
 def _math_attention() -> Iterator[None]:
     """Select the math backend of `scaled_dot_product_attention`, since fused kernels have no second derivative.
 
-    PyTorch's selection is global: the last thread that leaves the context restores it, and until then attention in
-    other threads uses the math backend too, which rounds differently.
+    The selection applies to all threads, and the last thread that leaves the context undoes it. Until then, attention
+    in other threads uses the math backend too, which rounds differently.
     """
-    global _active_threads
+    global _num_active_threads
     with _LOCK:
-        if _active_threads == 0:
-            _BACKEND.enter_context(sdpa_kernel(SDPBackend.MATH))
-        _active_threads += 1
+        if _num_active_threads == 0:
+            _MATH_SELECTION.enter_context(sdpa_kernel(SDPBackend.MATH))
+        _num_active_threads += 1
     try:
         yield
     finally:
         with _LOCK:
-            _active_threads -= 1
-            if _active_threads == 0:
-                _BACKEND.close()
+            _num_active_threads -= 1
+            if _num_active_threads == 0:
+                _MATH_SELECTION.close()
 
 
 class _UnfusedWeightNorm(TorchFunctionMode):
-    """Compute the weight with magnitude g and direction v as g v / ‖v‖.
+    """Replace PyTorch's fused weight normalization, whose second derivative is wrong, inside the context.
 
-    The second derivative of PyTorch's fused kernel is wrong.
+    Weight normalization stores a magnitude g and a vector v instead of a weight. Here the weight is computed from them
+    with differentiable operations, as g · v / ‖v‖.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

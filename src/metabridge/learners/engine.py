@@ -42,8 +42,8 @@ class MetaGradient(NamedTuple):
     """The mean outer loss of a batch of tasks, and its gradient.
 
     Args:
-        loss: The mean over tasks of the outer loss, that of the query set after the inner solve (if there is one), plus
-            the regularizer of the method; a scalar tensor.
+        loss: The outer loss, a scalar tensor: the mean over tasks of the loss on the query set, after the inner solve
+            (if there is one), plus the value of the method's regularizer.
         gradients: The gradient of each trained parameter, by name.
 
     >>> gradient = MetaGradient(torch.tensor(0.5), {"head.bias": torch.ones(2)})
@@ -221,9 +221,9 @@ class Engine:
                     "outer='first-order', as method('fo-maml') has, or other layers."
                 ) from error
 
-    def _mean(self, params: Params, tasks: int, loss_sum: Tensor, sums: Params) -> MetaGradient:
+    def _mean(self, params: Params, num_tasks: int, loss_sum: Tensor, sums: Params) -> MetaGradient:
         """Return the mean over tasks from the summed loss and the summed gradients, plus the regularizer."""
-        loss, gradients = loss_sum / tasks, dict(zip(sums, torch._foreach_div(list(sums.values()), tasks)))
+        loss, gradients = loss_sum / num_tasks, dict(zip(sums, torch._foreach_div(list(sums.values()), num_tasks)))
         if self.method.regularizer is not None:
             leaves = {name: value.detach().requires_grad_() for name, value in params.items()}
             with torch.enable_grad():

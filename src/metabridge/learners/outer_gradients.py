@@ -38,7 +38,8 @@ class Task(NamedTuple):
 class Leaves(NamedTuple):
     """The variables with respect to which the outer gradient is computed.
 
-    `support_x` and `query_x` are features, or () if all layers adapt, since inputs need no gradient.
+    `initial_params` are the initial values of the parameters that adapt, and `solver_params` the learned parameters of
+    the solver. `support_x` and `query_x` are features, or () if all layers adapt, since inputs need no gradient.
     """
 
     initial_params: Params
@@ -66,7 +67,7 @@ class OuterRule(NamedTuple):
     Args:
         gradient: The function that computes it.
         second_order: Whether it needs second derivatives of the network if all layers adapt.
-        all_layers: Whether it requires that all layers adapt, since it is zero for parameters that do not.
+        all_layers: Whether it requires that all layers adapt, since it is zero for parameters that do not adapt.
         learns_solver_params: Whether it trains the solver's parameters, such as learned step sizes.
     """
 

@@ -36,7 +36,8 @@ def summed_gradient(
 ) -> tuple[Tensor, Params]:
     """Return the sums over tasks of the outer loss and of its gradient.
 
-    A single task is computed without `vmap`, which would cost time and memory on a CPU.
+    A single task is computed without `vmap`, which would cost time and memory on a CPU. `flat` and `dtype` are the
+    options of `Engine`: whether to store only the parameters after each inner step, and the data type of features.
     """
     if method.adapts == "all":
         return _sum_if_all_layers_adapt(method, net, params, episodes, flat, dtype)
@@ -105,9 +106,9 @@ def compute_features(
 ) -> tuple[Tensor, Tensor]:
     """Return the features of the support and query sets of all tasks, each (tasks, examples, dimension).
 
-    A network with `BatchNorm(statistics="batch")` is applied to each set separately, which is normalized by its own
-    statistics. Any other network is applied to the inputs of all tasks in one batch; in training, batch norm computes
-    its statistics over this batch (Wang et al. 2021, §5.2).
+    A network with `BatchNorm(statistics="batch")` is applied to each support or query set separately, so that every set
+    is normalized by its own statistics. Any other network is applied to the inputs of all tasks in one batch; in
+    training, batch norm computes its statistics over this batch (Wang et al. 2021, §5.2).
     """
 
     def body(x: Tensor) -> Tensor:

@@ -237,7 +237,7 @@ class ActiveOperators:
         """Return the initial state of a search, in which the same operators are active on every edge.
 
         Args:
-            operators: The active operators.
+            operators: The operators that are active on every edge.
 
         Returns:
             The active operators of both cells.
@@ -278,9 +278,10 @@ class ActiveOperators:
         return replace(self, **{kind: tuple(operator_sets)})
 
     def best_architecture(self, scores: Mapping[EdgeOperator, float]) -> Architecture:
-        """Select the best operator on each edge and then the two best edges into each node, as in DARTS.
+        """Select the best operator on each edge and then the two best edges into each node.
 
-        The score of an edge is that of its best operator.
+        The score of an edge is that of its best operator. DARTS (differentiable architecture search) selects
+        in the same way.
 
         Args:
             scores: A score for every active operator. Higher is better; of equal scores, the first operator or edge

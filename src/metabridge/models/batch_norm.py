@@ -212,12 +212,12 @@ def _double_backward(
 
     n = torch.addcmul(-mean * r, x, r)
     mg, mu, mgn, mun = m(g), m(u), m(g * n), m(u * n)
-    product = m(g * u) - mu * mg - mun * mgn  # m(u·gx)/(w·r)
+    scaled_m_ugx = m(g * u) - mu * mg - mun * mgn  # m(u·gx) / (w·r)
     c, e = v - w * r * mun, w * r * mgn
     g_grad = torch.addcmul(torch.addcmul(s - w * r * mu, n, c), u, w * r)
-    n_factor = r * (c * mgn - e * mun) + w * r.square() * product
+    n_factor = r * (c * mgn - e * mun) + w * r.square() * scaled_m_ugx
     x_grad = torch.addcmul(torch.addcmul(torch.addcmul(r * (e * mu - c * mg), n, -n_factor), g, r * c), u, -r * e)
-    w_grad = (r * product).flatten() * (x.numel() // x.shape[1])
+    w_grad = (r * scaled_m_ugx).flatten() * (x.numel() // x.shape[1])
     return g_grad.to(g.dtype), x_grad.to(x.dtype), w_grad
 
 

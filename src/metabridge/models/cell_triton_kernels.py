@@ -54,13 +54,13 @@ def is_in_window(STRIDE, DILATION, pixel, k):
 
 @constexpr_function
 def window_below(STRIDE, DILATION, pixel, k):
-    """Return the vertical offset, in windows, of the window with `pixel` at position `k` from the row's first one."""
+    """Return how many windows the window with `pixel` at position `k` lies below the row's first window."""
     return (pixel // STRIDE - (k // 3 - 1) * DILATION) // STRIDE
 
 
 @constexpr_function
 def window_right(STRIDE, DILATION, pixel, k):
-    """Return the horizontal offset, in windows, of the window with `pixel` at position `k` from the row's first one."""
+    """Return how many windows the window with `pixel` at position `k` lies to the right of the row's first window."""
     return (pixel % STRIDE - (k % 3 - 1) * DILATION) // STRIDE
 
 
@@ -83,10 +83,10 @@ def grid_index(
     window (in the input). HEIGHT, WIDTH and STRIDE, the distance between neighboring windows, are in elements of the
     map.
     """
-    # number of rows that together represent one column of the output
-    ROW_GROUPS: tl.constexpr = (GRID.out_height + GRID.windows_per_row - 1) // GRID.windows_per_row
-    i, j = row // GRID.out_width % ROW_GROUPS * GRID.windows_per_row * STRIDE, row % GRID.out_width * STRIDE
-    first_center = (row // GRID.out_width // ROW_GROUPS * HEIGHT + i) * WIDTH + j
+    # number of rows of the matrix that together represent one column of windows
+    ROWS_PER_COLUMN: tl.constexpr = (GRID.out_height + GRID.windows_per_row - 1) // GRID.windows_per_row
+    i, j = row // GRID.out_width % ROWS_PER_COLUMN * GRID.windows_per_row * STRIDE, row % GRID.out_width * STRIDE
+    first_center = (row // GRID.out_width // ROWS_PER_COLUMN * HEIGHT + i) * WIDTH + j
     inside = (i + down >= 0) & (i + down < HEIGHT) & (j + right >= 0) & (j + right < WIDTH) & (row < rows)
     return (first_center.to(tl.int64) * c + (down * WIDTH + right) * c)[:, None], inside[:, None]
 
@@ -125,9 +125,9 @@ def pixels_in_window(row, GRID: tl.constexpr, down: tl.constexpr, right: tl.cons
 
     The window lies `down` windows below and `right` windows to the right of the row's first window.
     """
-    # number of rows that together represent one column of the output
-    ROW_GROUPS: tl.constexpr = (GRID.out_height + GRID.windows_per_row - 1) // GRID.windows_per_row
-    i = (row // GRID.out_width % ROW_GROUPS * GRID.windows_per_row + down) * GRID.stride
+    # number of rows of the matrix that together represent one column of windows
+    ROWS_PER_COLUMN: tl.constexpr = (GRID.out_height + GRID.windows_per_row - 1) // GRID.windows_per_row
+    i = (row // GRID.out_width % ROWS_PER_COLUMN * GRID.windows_per_row + down) * GRID.stride
     j = (row % GRID.out_width + right) * GRID.stride
     pixel_rows = 1 + (i > 0).to(tl.int32) + (i + 1 < GRID.height).to(tl.int32)
     return (pixel_rows * (1 + (j > 0).to(tl.int32) + (j + 1 < GRID.width).to(tl.int32))).to(tl.float32)[:, None]
@@ -308,7 +308,7 @@ def avg_pool_backward(g, extra_grad, grad_x, rows, c, GRID: tl.constexpr, BR: tl
 def relu_even_odd(x, y, rows, c, GRID: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
     """Store ReLU(x) at pixels (2i, 2j) as the first c channels of y, and at (2i + 1, 2j + 1) as the last c channels.
 
-    Pixels beyond the edge are zero.
+    The last c channels are 0 where (2i + 1, 2j + 1) lies beyond the edge of x.
     """
     row, column = tile_indices(c, BR, BC)
     column = column[None, :]

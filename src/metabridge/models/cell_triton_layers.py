@@ -148,12 +148,12 @@ class _ReluDepthwiseConv:
         self, g: Tensor, extra_grad: Tensor | None, x: Tensor, weight: Tensor, _: Tensor, weight_matrix: Tensor
     ) -> tuple[Tensor, ...]:
         grad_x, c, (rows, grid) = torch.empty_like(x), x.shape[1], _window_rows(x, g, self.stride)
-        tile, chunk_size, chunks = (
+        tile, chunk_size, num_chunks = (
             triton_tiles.tile_shape(c, WEIGHT_TILE_ELEMENTS),
             *triton_tiles.row_chunks(rows, c, WEIGHT_PROGRAMS),
         )
-        chunk_sums = x.new_empty(chunks, 3, 3, c, dtype=torch.float32)
-        kernels.relu_depthwise_conv_backward[c // tile["BC"], chunks](
+        chunk_sums = x.new_empty(num_chunks, 3, 3, c, dtype=torch.float32)
+        kernels.relu_depthwise_conv_backward[c // tile["BC"], num_chunks](
             g,
             extra_grad,
             x,

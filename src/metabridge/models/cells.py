@@ -386,9 +386,9 @@ def _pointwise_conv(in_channels: int, out_channels: int, make_norm: MakeNorm) ->
     return nn.Sequential(nn.ReLU(), _convolution(in_channels, out_channels, 1), make_norm(out_channels))
 
 
-# conv_3x3 is one separable convolution, and sep_conv_3x3 is two. The search space is that of MetaNAS, whose public code
-# defines them in this way. With these definitions, the three published architectures for mini-ImageNet have on average
-# the published 1.77 million parameters, within 3 %.
+# conv_3x3 is one separable convolution, and sep_conv_3x3 is two: the search space is that of the method MetaNAS, whose
+# public code defines these two operators in this way. With these definitions, the three published architectures for
+# mini-ImageNet have on average the published 1.77 million parameters, within 3 %.
 _OPERATORS: dict[str, Callable[[int, int, MakeNorm], nn.Module]] = {
     "max_pool_3x3": _max_pool,
     "avg_pool_3x3": _avg_pool,

@@ -11,12 +11,12 @@ from metabridge.errors import InputError
 class Drop(nn.Module):
     """Base class of layers that set random parts of feature maps to zero ("drop" them) in training.
 
-    The buffer `rate` is the fraction that is currently dropped, and the attribute `full_rate` is the fraction at the
-    end of a schedule. To follow a schedule, change the buffer in place with `layer.rate.fill_(…)`. This also takes
-    effect in a captured CUDA graph.
+    The attribute `full_rate` is the argument `rate`. The buffer `rate` is the fraction that is currently dropped; it
+    equals `full_rate` until it is changed. A schedule, for example from 0 up to `full_rate`, changes the buffer in
+    place with `layer.rate.fill_(…)`. This also takes effect in a captured CUDA graph.
 
     Args:
-        rate: The rate at the end of a schedule, which is also the initial value of the buffer.
+        rate: Fraction to drop, or the highest fraction if a schedule changes it.
 
     Raises:
         InputError: If `rate` is not in [0, 1).
@@ -49,7 +49,7 @@ class DropPath(Drop):
     """In training, set all feature maps of an image to zero with probability `rate`, and rescale those of other images.
 
     Args:
-        rate: The probability at the end of a schedule (see `Drop`), which is also the initial probability.
+        rate: Probability of dropping an image. A schedule can lower it during training (see `Drop`).
 
     >>> DropPath(0.5).eval()(torch.ones(1, 1, 4, 4)).sum()
     tensor(16.)

@@ -144,9 +144,9 @@ def norm_act_backward(
     """
     g = triton_tiles.channels_last(g)
     rows, c = triton_tiles.matrix_shape(x)
-    tile, chunk_size, chunks = triton_tiles.tile_shape(c), *triton_tiles.row_chunks(rows, c)
-    chunk_sums = x.new_empty(2, chunks, c, dtype=torch.float32)
-    kernels.norm_act_sums[c // tile["BC"], chunks](
+    tile, chunk_size, num_chunks = triton_tiles.tile_shape(c), *triton_tiles.row_chunks(rows, c)
+    chunk_sums = x.new_empty(2, num_chunks, c, dtype=torch.float32)
+    kernels.norm_act_sums[c // tile["BC"], num_chunks](
         g, x, norm_params, factor, chunk_sums, rows, pixels, chunk_size, c, slope, **tile, STAGES=triton_tiles.STAGES
     )
     (sums, (grad_bias, grad_weight)), grad_x = triton_tiles.sum_chunks(chunk_sums, dtype), torch.empty_like(x)
@@ -179,10 +179,14 @@ class _ResidualPool(torch.autograd.Function):
         shape = n, c, height // 2, width // 2
         # the output and, for the backward pass, the values of main and shortcut at the maximum of each window
         outputs = [triton_tiles.empty_channels_last(shape, main.dtype, main.device) for _ in range(3)]
+        # the position of the maximum in each window (0 to 3), plus 4 if the maximum is positive
         max_codes = torch.empty_like(outputs[0], dtype=torch.uint8)
-        windows, tile = n * (height // 2) * (width // 2), triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE_ELEMENTS)
-        kernels.residual_pool[triton_tiles.launch_grid(windows, c, tile)](
-            main, shortcut, *norm_params, *outputs, max_codes, windows, height, width, c, slope, **tile
+        num_windows, tile = (
+            n * (height // 2) * (width // 2),
+            triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE_ELEMENTS),
+        )
+        kernels.residual_pool[triton_tiles.launch_grid(num_windows, c, tile)](
+            main, shortcut, *norm_params, *outputs, max_codes, num_windows, height, width, c, slope, **tile
         )
         ctx.save_for_backward(main, shortcut, w1, b1, w2, b2, *norm_params, *outputs[1:], max_codes)
         ctx.settings = eps, slope
@@ -197,17 +201,17 @@ class _ResidualPool(torch.autograd.Function):
         _, slope = ctx.settings
         g = triton_tiles.channels_last(g)
         n, c, height, width = main.shape
-        windows = triton_tiles.matrix_shape(g)[0]
-        tile, chunk_size, chunks = triton_tiles.tile_shape(c), *triton_tiles.row_chunks(windows, c)
-        chunk_sums = main.new_empty(3, chunks, c, dtype=torch.float32)
+        num_windows = triton_tiles.matrix_shape(g)[0]
+        tile, chunk_size, num_chunks = triton_tiles.tile_shape(c), *triton_tiles.row_chunks(num_windows, c)
+        chunk_sums = main.new_empty(3, num_chunks, c, dtype=torch.float32)
         at_max = main_at_max, shortcut_at_max, max_codes
-        kernels.residual_pool_sums[c // tile["BC"], chunks](
+        kernels.residual_pool_sums[c // tile["BC"], num_chunks](
             g,
             *at_max,
             main_norm_params,
             shortcut_norm_params,
             chunk_sums,
-            windows,
+            num_windows,
             chunk_size,
             c,
             slope,
@@ -217,11 +221,12 @@ class _ResidualPool(torch.autograd.Function):
         # b1 and b2 have the same gradient
         sums, (grad_bias, grad_w1, grad_w2) = triton_tiles.sum_chunks(chunk_sums, w1.dtype)
         grad_main, grad_shortcut = torch.empty_like(main), torch.empty_like(shortcut)
-        windows = n * ((height + 1) // 2) * ((width + 1) // 2)
+        # from here on, including the incomplete windows at the edges of maps with odd height or width
+        num_windows = n * ((height + 1) // 2) * ((width + 1) // 2)
         tile = triton_tiles.tile_shape(c, triton_tiles.WINDOW_TILE_ELEMENTS)
         tensors = g, max_codes, main, shortcut, main_norm_params, shortcut_norm_params, sums, grad_main, grad_shortcut
-        kernels.residual_pool_backward[triton_tiles.launch_grid(windows, c, tile)](
-            *tensors, windows, height, width, c, slope, 1 / (n * height * width), **tile
+        kernels.residual_pool_backward[triton_tiles.launch_grid(num_windows, c, tile)](
+            *tensors, num_windows, height, width, c, slope, 1 / (n * height * width), **tile
         )
         return grad_main, grad_shortcut, grad_w1, grad_bias, grad_w2, grad_bias, None, None
 
@@ -251,10 +256,10 @@ class _FirstConvolutions(torch.autograd.Function):
         _, c, height, width = x.shape
         out_channels, rows = main_weight.shape[0], triton_tiles.matrix_shape(x)[0]
         chunk_size = triton_tiles.ceil_div(triton_tiles.ceil_div(rows, triton_tiles.SUM_PROGRAMS), 64) * 64
-        chunks = triton_tiles.ceil_div(rows, chunk_size)
-        chunk_sums = x.new_empty(chunks, 2, out_channels, PATCH_SIZE, dtype=torch.float32)
+        num_chunks = triton_tiles.ceil_div(rows, chunk_size)
+        chunk_sums = x.new_empty(num_chunks, 2, out_channels, PATCH_SIZE, dtype=torch.float32)
         tensors = x, triton_tiles.channels_last(grad_y1), triton_tiles.channels_last(grad_y2), chunk_sums
-        kernels.first_convolution_weight_grads[(chunks,)](
+        kernels.first_convolution_weight_grads[(num_chunks,)](
             *tensors,
             rows,
             chunk_size,

@@ -2,8 +2,8 @@
 
 A kernel treats channels-last feature maps as a matrix: each pixel of each image is a row, and each of the `c` channels
 is a column. It processes tiles of BR rows and BC columns. `inside` masks the elements of a tile that exist. `rows`,
-`pixels`, `windows` and `chunks` are the numbers of rows, of pixels per image, of 2×2 pooling windows and of chunks (see
-below); `k` from 0 to 3 is the position of a pixel in a 2×2 window.
+`pixels`, `num_windows` and `num_chunks` are the numbers of rows, of pixels per image, of 2×2 pooling windows and of
+chunks (see below); `k` from 0 to 3 is the position of a pixel in a 2×2 window.
 
 `g` is the gradient of the loss with respect to the output, and `grad_x` the gradient with respect to the input x. The
 four rows of `norm_params` contain the mean, rstd = 1/√(variance + eps), weight and bias of every channel, and
@@ -118,15 +118,15 @@ def chunk_moments(x, moments, rows, chunk_size, c, BR: tl.constexpr, BC: tl.cons
 
 @jit
 def merge_moments(
-    moments, weight, bias, norm_params, rows, chunk_size, chunks, c, eps, CHUNKS: tl.constexpr, BC: tl.constexpr
+    moments, weight, bias, norm_params, rows, chunk_size, num_chunks, c, eps, CHUNKS: tl.constexpr, BC: tl.constexpr
 ):
     """Merge the moments of all chunks with the formula of Chan et al. (1979), and store `norm_params`."""
     column, chunk = tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, CHUNKS)[:, None]
-    inside = chunk < chunks
+    inside = chunk < num_chunks
     count = tl.where(inside, tl.minimum(chunk_size, rows - chunk * chunk_size), 0).to(tl.float32)
     index = chunk * c + column[None, :]
     chunk_mean = tl.load(moments + index, mask=inside, other=0.0)
-    chunk_squares = tl.load(moments + chunks * c + index, mask=inside, other=0.0)
+    chunk_squares = tl.load(moments + num_chunks * c + index, mask=inside, other=0.0)
     mean = tl.sum(count * chunk_mean, 0) / rows
     deviation = chunk_mean - mean[None, :]
     variance = tl.sum(chunk_squares + count * deviation * deviation, 0) / rows
@@ -137,11 +137,11 @@ def merge_moments(
 
 
 @jit
-def sum_chunks(chunk_sums, sums, rounded_sums, chunks, c, CHUNKS: tl.constexpr, BC: tl.constexpr):
+def sum_chunks(chunk_sums, sums, rounded_sums, num_chunks, c, CHUNKS: tl.constexpr, BC: tl.constexpr):
     """Add up the chunks of each sum, and store the results in float32 and in the dtype of `rounded_sums`."""
     column, chunk = tl.program_id(0) * BC + tl.arange(0, BC), tl.arange(0, CHUNKS)[:, None]
-    index = (tl.program_id(1) * chunks + chunk) * c + column[None, :]
-    result = tl.sum(tl.load(chunk_sums + index, mask=chunk < chunks, other=0.0), 0)
+    index = (tl.program_id(1) * num_chunks + chunk) * c + column[None, :]
+    result = tl.sum(tl.load(chunk_sums + index, mask=chunk < num_chunks, other=0.0), 0)
     tl.store(sums + tl.program_id(1) * c + column, result)
     tl.store(rounded_sums + tl.program_id(1) * c + column, result)
 
@@ -198,7 +198,7 @@ def norm_act_sums(
 
     Here g stands for `norm_grad`, the gradient with respect to the output of batch norm.
     """
-    column, lane = chunk_columns(BC), tl.arange(0, BR)
+    column, row_in_tile = chunk_columns(BC), tl.arange(0, BR)
     start, count = chunk_bounds(rows, chunk_size)
     x += start.to(tl.int64) * c
     g += start.to(tl.int64) * c
@@ -206,7 +206,7 @@ def norm_act_sums(
     sum_g = tl.zeros([BR, BC], tl.float32)
     sum_gn = tl.zeros([BR, BC], tl.float32)
     for offset in tl.range(0, count, BR, num_stages=STAGES):
-        row = offset + lane
+        row = offset + row_in_tile
         inside = (row < count)[:, None]
         index = row[:, None] * c + column[None, :]
         n = (load_float(x + index, inside) - mean) * rstd
@@ -248,7 +248,7 @@ def window_corner(window, height, width):
 
 
 @jit
-def covering_window(window, windows, height, width):
+def covering_window(window, num_windows, height, width):
     """Return the position of a 2×2 window in a grid of windows that covers all pixels.
 
     If the height or width is odd, the windows at the edge are not full, and max pooling ignores their pixels.
@@ -259,16 +259,16 @@ def covering_window(window, windows, height, width):
     """
     grid_width, grid_height = (width + 1) // 2, (height + 1) // 2
     image, i, j = window // grid_width // grid_height, window // grid_width % grid_height, window % grid_width
-    is_full = (window < windows) & (i < height // 2) & (j < width // 2)
+    is_full = (window < num_windows) & (i < height // 2) & (j < width // 2)
     out_index = ((image * (height // 2) + i) * (width // 2) + j).to(tl.int64)
     corner_index = ((image * height + 2 * i) * width + 2 * j).to(tl.int64)
     return i, j, is_full, out_index, corner_index
 
 
 @jit
-def pixel_exists(window, windows, i, j, height, width, k: tl.constexpr):
+def pixel_exists(window, num_windows, i, j, height, width, k: tl.constexpr):
     """Return whether pixel `k` of the window in row i and column j of `covering_window` lies in the map."""
-    return (window < windows) & (2 * i + k // 2 < height) & (2 * j + k % 2 < width)
+    return (window < num_windows) & (2 * i + k // 2 < height) & (2 * j + k % 2 < width)
 
 
 @jit
@@ -281,7 +281,7 @@ def residual_pool(
     main_at_max,
     shortcut_at_max,
     max_codes,
-    windows,
+    num_windows,
     height,
     width,
     c,
@@ -298,7 +298,7 @@ def residual_pool(
     """
     row, channel = tile_indices(c, BR, BC)
     window, column = row[:, None], channel[None, :]
-    inside = window < windows
+    inside = window < num_windows
     corner = window_corner(window, height, width) * c + column
     mean1, rstd1, w1, b1 = load_norm_params(main_norm_params, channel, c)
     mean2, rstd2, w2, b2 = load_norm_params(shortcut_norm_params, channel, c)
@@ -336,7 +336,7 @@ def residual_pool_sums(
     main_norm_params,
     shortcut_norm_params,
     chunk_sums,
-    windows,
+    num_windows,
     chunk_size,
     c,
     slope,
@@ -349,8 +349,8 @@ def residual_pool_sums(
     Here g stands for `pool_grad`, the gradient with respect to the output of max pooling; n₁ and n₂ are the normalized
     main and shortcut.
     """
-    column, lane = chunk_columns(BC), tl.arange(0, BR)
-    start, count = chunk_bounds(windows, chunk_size)
+    column, row_in_tile = chunk_columns(BC), tl.arange(0, BR)
+    start, count = chunk_bounds(num_windows, chunk_size)
     base = start.to(tl.int64) * c
     mean1, rstd1, _, _ = load_norm_params(main_norm_params, column, c)
     mean2, rstd2, _, _ = load_norm_params(shortcut_norm_params, column, c)
@@ -358,7 +358,7 @@ def residual_pool_sums(
     sum_gn1 = tl.zeros([BR, BC], tl.float32)
     sum_gn2 = tl.zeros([BR, BC], tl.float32)
     for offset in tl.range(0, count, BR, num_stages=STAGES):
-        row = offset + lane
+        row = offset + row_in_tile
         inside = (row < count)[:, None]
         index = base + row[:, None] * c + column[None, :]
         pool_grad = load_float(g + index, inside)
@@ -382,7 +382,7 @@ def residual_pool_backward(
     sums,
     grad_main,
     grad_shortcut,
-    windows,
+    num_windows,
     height,
     width,
     c,
@@ -394,10 +394,11 @@ def residual_pool_backward(
     """Compute the gradients of main and shortcut.
 
     Max pooling ignores pixels outside full windows, but they affect the loss through the statistics of the batch norms.
+    Therefore `num_windows` also counts the incomplete windows at the edges.
     """
     row, channel = tile_indices(c, BR, BC)
     window, column = row[:, None], channel[None, :]
-    i, j, is_full, out_index, corner = covering_window(window, windows, height, width)
+    i, j, is_full, out_index, corner = covering_window(window, num_windows, height, width)
     index = out_index * c + column
     pool_grad = load_float(g + index, is_full)
     max_code = tl.load(max_codes + index, mask=is_full, other=0).to(tl.int32)
@@ -414,7 +415,7 @@ def residual_pool_backward(
     scale1, scale2 = w1 * rstd1, w2 * rstd2
     corner = corner * c + column
     for k in tl.static_range(4):
-        inside = pixel_exists(window, windows, i, j, height, width, k)
+        inside = pixel_exists(window, num_windows, i, j, height, width, k)
         index = corner + (k // 2 * width + k % 2) * c
         centered_grad = tl.where(max_k == k, pool_grad, 0.0) - mg
         centered_main = load_float(main + index, inside) - mean1

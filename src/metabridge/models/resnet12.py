@@ -32,8 +32,9 @@ def resnet12(
     """Build ResNet-12: four residual blocks of three 3×3 convolutions, global average pooling and a linear head.
 
     DropBlock follows the last two blocks. It drops squares of 5×5 pixels if the images have at least 64×64 pixels, and
-    of 2×2 pixels otherwise. If `dropout` is not 0, dropout layers follow the other blocks; the public code of
-    MetaOptNet and RFS uses dropout with rate 0.1, but their papers do not mention it.
+    of 2×2 pixels otherwise. If `dropout` is not 0, a dropout layer follows each block before the last two; the public
+    code of MetaOptNet (Lee et al. 2019) and of RFS (Tian et al. 2020) uses dropout with rate 0.1, but the papers do not
+    mention it.
 
     Args:
         channels: Number of channels of the images.
@@ -41,7 +42,7 @@ def resnet12(
         outputs: Number of outputs of the head.
         widths: Number of output channels of each block.
         drop_rate: Fraction of the pixels that DropBlock drops, at the end of a schedule if there is one (see `Drop`).
-        dropout: Probability of dropout after the other blocks.
+        dropout: Probability of dropout after each block before the last two.
         unit_norm: Whether to scale the features to length 1, as in multi-task learning (Wang et al. 2021, §5.2).
         statistics: Statistics of the batch norms, see `BatchNorm`.
         seed: Seed of the initial weights.
@@ -83,8 +84,9 @@ class DropBlock(Drop):
     The upper left corners of the squares are drawn at random so that about a fraction `rate` of each map is dropped.
 
     Args:
-        rate: The rate at the end of a schedule (see `Drop`), which is also the initial rate.
-        size: Height and width of the squares in pixels. If a map is smaller, the squares are as large as fits into it.
+        rate: Fraction of each map to drop. A schedule can lower it during training (see `Drop`).
+        size: Height and width of the squares in pixels. If the height or width of a map is smaller than `size`, the
+            smaller of the two is used instead.
 
     >>> DropBlock(0.5, 2).eval()(torch.ones(1, 1, 4, 4)).sum()
     tensor(16.)
@@ -107,8 +109,8 @@ class DropBlock(Drop):
             return x
         height, width = x.shape[-2:]
         size = min(self.size, height, width)
-        corners = (height - size + 1) * (width - size + 1)
-        corner_probability = self.rate * (height * width) / (size**2 * corners)
+        num_corners = (height - size + 1) * (width - size + 1)  # possible upper left corners of a square
+        corner_probability = self.rate * (height * width) / (size**2 * num_corners)
         # one number for each possible upper left corner
         noise = torch.rand_like(x[..., size - 1 :, size - 1 :], dtype=torch.float32)
         if can_fuse(x, x.shape[1]):

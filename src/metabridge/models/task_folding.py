@@ -96,7 +96,8 @@ def _pair(value: Any) -> tuple[int, int]:
 class _Convolution(torch.autograd.Function):
     """The convolution y = x ∗ w.
 
-    `_InputGrad` and `_WeightGrad` compute its gradients. Their gradients are computed by these three functions, too.
+    `_InputGrad` and `_WeightGrad` compute its gradients. Each of the three functions computes its own gradients with
+    the other two.
     """
 
     @staticmethod

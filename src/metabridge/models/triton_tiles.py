@@ -34,7 +34,7 @@ def matrix_shape(x: Tensor) -> tuple[int, int]:
 
 
 def tile_shape(channels: int, elements: int = TILE_ELEMENTS) -> dict[str, int]:
-    """Return the number of rows (BR) and columns (BC) of a tile, where BC divides the number of channels."""
+    """Return the number of rows (BR) and columns (BC) of a tile of size `elements`; BC divides `channels`."""
     columns = min(64, channels & -channels)  # channels & -channels is the largest power of two that divides channels
     return {"BR": elements // columns, "BC": columns}
 
@@ -45,7 +45,10 @@ def launch_grid(rows: int, channels: int, tile: dict[str, int]) -> tuple[int]:
 
 
 def row_chunks(rows: int, channels: int, programs: int = SUM_PROGRAMS) -> tuple[int, int]:
-    """Divide a sum over all rows into chunks: return the number of rows per chunk and the number of chunks."""
+    """Divide a sum over all rows into chunks: return the number of rows per chunk and the number of chunks.
+
+    At most `programs` Triton programs then run: one for each chunk of rows and each block of BC columns.
+    """
     tile = tile_shape(channels)
     target_chunks = max(1, programs // (channels // tile["BC"]))
     chunk_size = ceil_div(ceil_div(rows, target_chunks), tile["BR"]) * tile["BR"]
@@ -55,22 +58,32 @@ def row_chunks(rows: int, channels: int, programs: int = SUM_PROGRAMS) -> tuple[
 def compute_norm_params(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     """Return the mean, rstd = 1/√(variance + eps), weight and bias of every channel, as a tensor of shape (4, c)."""
     rows, c = matrix_shape(x)
-    tile, chunk_size, chunks = tile_shape(c), *row_chunks(rows, c)
-    moments = x.new_empty(2, chunks, c, dtype=torch.float32)
+    tile, chunk_size, num_chunks = tile_shape(c), *row_chunks(rows, c)
+    moments = x.new_empty(2, num_chunks, c, dtype=torch.float32)
     norm_params = x.new_empty(4, c, dtype=torch.float32)
-    kernels.chunk_moments[c // tile["BC"], chunks](x, moments, rows, chunk_size, c, **tile, STAGES=STAGES)
+    kernels.chunk_moments[c // tile["BC"], num_chunks](x, moments, rows, chunk_size, c, **tile, STAGES=STAGES)
     kernels.merge_moments[(c // 8,)](
-        moments, weight, bias, norm_params, rows, chunk_size, chunks, c, eps, CHUNKS=next_power_of_two(chunks), BC=8
+        moments,
+        weight,
+        bias,
+        norm_params,
+        rows,
+        chunk_size,
+        num_chunks,
+        c,
+        eps,
+        CHUNKS=next_power_of_two(num_chunks),
+        BC=8,
     )
     return norm_params
 
 
 def sum_chunks(chunk_sums: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Add up the chunks of `chunk_sums` (sums, chunks, channels); return the results in float32 and in `dtype`."""
-    n_sums, chunks, c = chunk_sums.shape
+    n_sums, num_chunks, c = chunk_sums.shape
     sums, rounded_sums = chunk_sums.new_empty(n_sums, c), chunk_sums.new_empty(n_sums, c, dtype=dtype)
     kernels.sum_chunks[c // 8, n_sums](
-        chunk_sums, sums, rounded_sums, chunks, c, CHUNKS=next_power_of_two(chunks), BC=8
+        chunk_sums, sums, rounded_sums, num_chunks, c, CHUNKS=next_power_of_two(num_chunks), BC=8
     )
     return sums, rounded_sums
 

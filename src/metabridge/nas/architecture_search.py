@@ -33,8 +33,8 @@ from metabridge.threads import stream_over_threads
 from metabridge.training.config import ImageTrainingConfig
 from metabridge.training.image_training import network_of
 
-MAX_SEED = 10**12 - 1  # leaves digits for the round and the repeat, see `ProxyEvaluator.__call__`
-MAX_FINGERPRINTED_IMAGES = 4096
+MAX_SEED = 10**12 - 1  # `ProxyEvaluator.__call__` appends three digits each for the round and the repeat
+MAX_FINGERPRINTED_IMAGES = 4096  # number of images in the checksum of `_fingerprint`
 Implementation = Literal["fast", "reference"]
 SearchKernel: TypeAlias = Literal[KernelName, "none", "random"]
 # Fields of `SearchConfig` that logs and records store under the names that version 0.1.0 used.
@@ -363,7 +363,8 @@ class ProxyEvaluator:
     ) -> Iterator[tuple[Removal, CandidateScores]]:
         """Yield each removal with the scores of the network without it, in any order.
 
-        Weights, tasks and patches depend on the round and the repeat, but not on the removal.
+        A removal is an operator in `active`, or None for the network with all of them. Weights, tasks and patches
+        depend on the round and the repeat, but not on the removal.
         """
         seed = (self.config.seed * 1000 + round_index) * 1000 + repeat
         generator = torch.Generator().manual_seed(seed)
@@ -505,7 +506,8 @@ def score_model(
             seed = config.seed * 1000 + repeat
             generator = torch.Generator().manual_seed(seed)
             tasks = environment.sample(config.tasks, generator).to(device)
-            training_config = ImageTrainingConfig("mtl", model=model, ways=config.ways, seed=seed)  # any method will do
+            # The method "mtl" has no influence on the network.
+            training_config = ImageTrainingConfig("mtl", model=model, ways=config.ways, seed=seed)
             net = with_group_norm(network_of(training_config, images)).to(device).eval()
             if config.condition_number is not None:
                 scores.append(config.condition_number(net, tasks))

@@ -138,7 +138,7 @@ class _CachedCell(Generic[S]):
         shared_first_layers: dict[tuple[int, type], LayerRunner[S]] = {}
         self._operators: list[dict[str, tuple[FirstStep[S], LayerRunner[S]]]] = []
         for edge, operators in enumerate(cell.edges):
-            source = EDGES[edge][1]
+            source = EDGES[edge][1]  # an edge is a node and a source
             self._operators.append({})
             for name, operator in operators.items():
                 layers = _layers(operator)

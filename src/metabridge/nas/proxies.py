@@ -1,6 +1,7 @@
 """Proxies for the accuracy of an untrained network: kernel conditioning and linear regions (Wang et al. 2022, sec. 5).
 
-A proxy that cannot be computed reliably returns a `ProxyScore` with the reason in `failure`. Rankings put it last.
+A proxy that cannot be computed reliably returns a `ProxyScore` with the reason in `failure`. In rankings, failed
+proxies come last.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ KernelName = Literal["maml", "anil", "ntk"]
 _ADAPTED_PART: dict[KernelName, AdaptedPart] = {"maml": "all", "anil": "head"}
 NOT_FINITE = "the network's outputs are NaN or infinite"
 _KERNEL_NOT_FINITE = "the kernel has values that are NaN or infinite"
-_INPUT_ENTRIES_PER_PASS = 2**21
+_INPUT_ENTRIES_PER_PASS = 2**21  # `count_linear_regions` splits larger batches, to save memory
 _BREAK_AT_ZERO, _BREAK_AT_BOTH_LIMITS = (  # piecewise linear operations, by where their slope changes
     {getattr(torch.ops.aten, name).default for name in names}
     for names in (("relu", "relu_", "leaky_relu", "leaky_relu_", "_prelu_kernel"), ("hardtanh", "hardtanh_"))

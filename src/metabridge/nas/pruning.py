@@ -181,7 +181,7 @@ class SearchLog:
     - `round`, `repeat`, `cell`, `edge` and `operator`, with the scores `condition` and `regions` and their failures
       `condition_trouble` and `regions_trouble`
     - `round` and `gone`, the operators that the round removed
-    - `seconds`
+    - `seconds`, the computing time since the previous line of this kind
 
     Args:
         file: Path of the log; None keeps the scores in memory only.
@@ -198,6 +198,7 @@ class SearchLog:
         self.scores: dict[tuple[int, int, Removal], CandidateScores] = {}  # by round, repeat and removal
         self.file, self.seconds, self._last_time = file, 0.0, time.perf_counter()
         self._lock = lock
+        # called after each new score, with the round and the number of scores in the log
         self.on_score: Callable[[int, int], None] = lambda round_index, count: None
         self._finished_rounds: set[int] = set()
         if file is not None:

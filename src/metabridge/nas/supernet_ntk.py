@@ -122,7 +122,7 @@ class CandidateKernels:
         self.active, self._x, self._head = active, x.contiguous(), net.head
         self._candidates_per_pass = candidates_per_pass or (CANDIDATES_PER_PASS if x.is_cuda else 1)
         self._one_by_one = self._candidates_per_pass == 1
-        self._masks: dict[EdgeOperator, Tensor] = {}
+        self._masks: dict[EdgeOperator, Tensor] = {}  # whether each sample is of a copy that lacks the operator
         self._forward = CachedForward(features, _make_runner, self._mask_output)
         self._supernet_cache = ForwardCache()
         if self._one_by_one:

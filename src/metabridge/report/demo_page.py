@@ -34,8 +34,8 @@ def write(
         folder: Folder for the files.
         result: The result of the comparison.
         runs: The trained model of each method.
-        scores: The scores of each method, by the name of the test, such as "test tasks" or "untrained".
-        test_tasks: The environment of the test tasks, some of which are shown.
+        scores: For each method, its scores by the name of the test, such as "test tasks" or "untrained".
+        test_tasks: The environment from which the shown test tasks are sampled.
 
     Returns:
         The path of `index.html`.

@@ -15,7 +15,7 @@ from metabridge.report.figures import COLORS, LIGHT, MARKERS, Theme, plain_numbe
 from metabridge.report.html_pages import Picture, render
 
 WITHOUT_ADAPTATION = ("rfs", "nal", "mtl")  # methods that do not adapt in training
-COST_OFFSET = 1.08  # factor by which a cost is multiplied in the figure to separate it from a similar cost
+COST_OFFSET = 1.08  # in the figure, a cost is multiplied by this factor for each similar cost, to separate the points
 GROUP_COLORS = dict(zip(("hard", "easy"), (COLORS[1], COLORS[0])))
 
 

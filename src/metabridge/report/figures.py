@@ -50,7 +50,10 @@ def plain_numbers(axis: Axis) -> None:
 
 
 def learning_curves(runs: Mapping[str, Run], x_axis: Literal["iterations", "seconds"], theme: Theme = LIGHT) -> Figure:
-    """Draw validation accuracies with their 95 % confidence intervals by iterations or seconds of training."""
+    """Draw the validation accuracies of each run as functions of the iterations or seconds, with 95 % intervals.
+
+    The intervals are confidence intervals over validation tasks.
+    """
     with theme.context():
         figure = Figure(figsize=(4.8, 4), layout="constrained")
         axes = figure.subplots()
@@ -72,8 +75,8 @@ def accuracies(scores: Mapping[str, Mapping[str, Score]], theme: Theme = LIGHT) 
     """Draw accuracies with their 95 % confidence intervals.
 
     Args:
-        scores: The scores of each method, by the name of the test, such as "test tasks" or "untrained". There is one
-            row per method and one marker per test.
+        scores: For each method, its scores by the name of the test, such as "test tasks" or "untrained". The figure has
+            one row per method, with one marker per test.
         theme: Colors of the figure.
     """
     with theme.context():
@@ -94,11 +97,13 @@ def accuracies(scores: Mapping[str, Mapping[str, Score]], theme: Theme = LIGHT) 
 def draw_intervals(
     axes: Axes, series: Mapping[str, Mapping[str, Interval]], rows: Sequence[str] | None = None, spacing: float = 0.16
 ) -> None:
-    """Draw values with their 95 % confidence intervals, one row of the panel per name and one marker per series.
+    """Draw values with their 95 % confidence intervals.
+
+    The panel has one row per name. Each series has its own marker and color, and at most one value in each row.
 
     Args:
         axes: The panel.
-        series: For each label in the legend, the intervals by the name of the row.
+        series: For each series, by its label in the legend: the intervals, by the name of the row.
         rows: Names of the rows, from top to bottom. Default: all names in `series`.
         spacing: Distance between the markers of a row, as a fraction of the distance between rows.
     """

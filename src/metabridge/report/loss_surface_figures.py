@@ -25,7 +25,7 @@ def draw_loss_surface(
 
     Args:
         axes: The panel.
-        losses: Losses on a square grid of points. The first axis is the horizontal one.
+        losses: Losses on a square grid of points. The first dimension of the tensor is the horizontal axis.
         extent: Largest coordinate of the grid.
         title: Title of the panel.
         points: Points to mark, by label; at most four labels. The mark depends on the position of the label, so panels

@@ -84,7 +84,10 @@ def plot_means(axes: Axes, curves: Mapping[str, Mapping[X, Sequence[float]]]) ->
 
 
 def plot_power(axes: Axes, points: Mapping[int, Sequence[float]], exponent: int) -> None:
-    """Plot L^exponent in gray, scaled to equal the mean of the values at the first depth L."""
+    """Plot L^exponent in gray, scaled to equal the mean over runs at the first depth L.
+
+    `points` maps each depth to the values of all runs.
+    """
     depths = list(points)
     first_mean = mean_interval(points[depths[0]])[0]
     power = [first_mean * (depth / depths[0]) ** exponent for depth in depths]
@@ -150,14 +153,17 @@ def plot_before_and_after(axes: Axes, groups: Mapping[str, Mapping[str, Sequence
 
 
 def draw_power_laws(axes: Axes, points_by_label: Mapping[str, ValuesBySize]) -> None:
-    """Draw values as functions of a network's width on logarithmic axes, with fitted power laws and their exponents."""
+    """Draw values as functions of a network's width on logarithmic axes, with fitted power laws and their exponents.
+
+    `points_by_label` maps each label in the legend to the values of all runs at each width.
+    """
     for (label, points), color, marker in zip(points_by_label.items(), COLORS, MARKERS):
         law, widths = PowerLaw.fit(points), list(points)
         xs, ys = zip(*((width, value) for width, values in points.items() for value in values))
         axes.plot(xs, ys, marker, color=color, markersize=4, alpha=0.6)
         fitted = [law(width) for width in widths]
         axes.plot(widths, fitted, color=color, label=f"{label}, exponent {format_exponent(law)}")
-    # a line for comparison, which starts where the last power law does
+    # a line for comparison, which starts at the same point as the last power law
     inverse_root = [fitted[0] * (width / widths[0]) ** -0.5 for width in widths]
     axes.plot(widths, inverse_root, "--", color="gray", label="proportional to width$^{-1/2}$")
     axes.set(xscale="log", yscale="log", xlabel="width")

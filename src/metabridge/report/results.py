@@ -65,7 +65,7 @@ class Row:
         agrees: bool | None = None,
         note: str = "",
     ) -> Row:
-        """Return the row of the mean over runs, with its 95 % interval if there are several runs.
+        """Return the row of the mean of `runs`, the numbers of all runs, with its 95 % interval if there are several.
 
         >>> Row.mean("MAML, 1-shot", "accuracy %", [48.0, 49.0]).ours
         48.5
@@ -102,10 +102,10 @@ class Row:
 class Machine:
     """The device and the software that computed a result."""
 
-    device: str
-    torch: str
-    python: str
-    commit: str | None
+    device: str  # name of the GPU, or the model of the CPU and its number of cores
+    torch: str  # version of PyTorch
+    python: str  # version of Python
+    commit: str | None  # short hash of the checked-out commit of metabridge; None if it is not in a checkout
 
     @classmethod
     def current(cls, device: TorchDevice | str) -> Machine:

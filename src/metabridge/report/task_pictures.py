@@ -14,7 +14,7 @@ from metabridge.report.figures import LIGHT, Theme
 from metabridge.training.evaluation import Model, score_tasks
 
 CORRECT, WRONG = "#2a9d4a", "#e0352b"  # colors of frames
-FRAME, GAP, TITLE = 3, 6, 18  # pixels around an image, between images, and for the title of a task
+FRAME, GAP, TITLE = 3, 6, 18  # width of a frame, gap between images, and height of a task's title, in pixels
 COLUMNS = 2  # number of tasks side by side
 PIXELS_PER_INCH = 84
 

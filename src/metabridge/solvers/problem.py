@@ -41,9 +41,9 @@ class Problem:
     """The inner problem of one task: fit `apply(params, x)` to `y` under `loss`.
 
     Args:
-        apply: The model, a function of its parameters and inputs.
+        apply: The function of parameters and `x` that computes the predictions: the network or its adapted last layers.
         loss: The loss of predictions and targets.
-        x: The support inputs, or their features.
+        x: The support inputs; if only the last layers are adapted, the features that enter these layers.
         y: The support targets.
 
     >>> import torch
@@ -72,7 +72,7 @@ class Problem:
         return self.loss(self.apply(params, self.x), self.y)
 
     def detached(self) -> Problem:
-        """Return the same problem with detached `x`: no gradient flows to the layers that compute it."""
+        """Return the same problem with detached `x`: no gradient flows to the layers that compute `x`."""
         return Problem(self.apply, self.loss, self.x.detach(), self.y)
 
     def grad(self, params: Params, *, exact: bool) -> Params:
@@ -92,13 +92,13 @@ class Problem:
         return grad(problem.support_loss, params)
 
     def one_hot_targets(self, outputs: int) -> Tensor:
-        """Return one-hot class labels in the dtype of `x`, or regression targets unchanged.
+        """Return the support targets as real values: class labels one-hot encoded, regression targets unchanged.
 
         Args:
-            outputs: The number of outputs, one for each class.
+            outputs: The number of outputs, one for each class. It is not used for regression targets.
 
         Returns:
-            The targets, (examples, outputs).
+            The targets, (examples, outputs). One-hot labels have the dtype of `x`.
         """
         if self.y.is_floating_point():
             return self.y

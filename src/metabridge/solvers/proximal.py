@@ -57,7 +57,7 @@ class Proximal(IterativeSolver):
 
     @property
     def displacement_weight(self) -> float:
-        """The weight λ: λ(θ − θ') is the gradient of the minimum over θ' of the objective, as a function of θ."""
+        """The weight λ, since the gradient of the objective's minimum over θ' with respect to θ is λ(θ − θ')."""
         return self.strength
 
     @property

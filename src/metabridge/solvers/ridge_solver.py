@@ -36,7 +36,7 @@ class RidgeSolver(Solver):
 
     name: ClassVar[str] = "ridge"
     label: ClassVar[str] = "ridge regression"
-    stored_name: ClassVar[str] = "Ridge"
+    stored_name: ClassVar[str] = "Ridge"  # class name of version 0.1.0, which saved runs contain
     outer_rules: ClassVar[tuple[str, ...]] = ("exact", "first-order")
     solves_exactly: ClassVar[bool] = True
 

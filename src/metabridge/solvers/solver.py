@@ -84,8 +84,8 @@ class Solver(Registered, ABC, root=True):
             start: The initial parameters.
             solver_params: The solver's learned parameters, with the names that the method `solver_params` returns.
             exact: Whether the result can be differentiated through the solve. If false, its value is the same, but
-                derivatives treat gradients of the support loss, or the support features of a solver that solves
-                exactly, as constants.
+                derivatives treat the gradients of the support loss as constants. A solver that solves exactly takes no
+                gradients; its derivatives treat the support features as constants.
 
         Returns:
             The adapted parameters by name.

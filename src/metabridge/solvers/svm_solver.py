@@ -15,8 +15,9 @@ from metabridge.models.network import Params
 from metabridge.solvers.problem import Problem
 from metabridge.solvers.solver import Solver
 
-# Added to the diagonal of Q, as a fraction of its largest entry, so that the Cholesky factorization of a singular Q
-# succeeds. It is larger than in `solve_qp`, where later iterations correct rounding errors; none corrects a derivative.
+# Added to the diagonal of the matrix Q of the dual, as a fraction of its largest entry, so that the Cholesky
+# factorization of a singular Q succeeds. The number in `solve_qp` is smaller, since later iterations there correct the
+# error that it causes; nothing corrects a derivative.
 _DERIVATIVE_REGULARIZATION = 1e-10
 
 
@@ -42,7 +43,7 @@ class SVMSolver(Solver):
 
     name: ClassVar[str] = "svm"
     label: ClassVar[str] = "Crammer-Singer SVM"
-    stored_name: ClassVar[str] = "SupportVectors"
+    stored_name: ClassVar[str] = "SupportVectors"  # class name of version 0.1.0, which saved runs contain
     outer_rules: ClassVar[tuple[str, ...]] = ("implicit", "first-order")
     solves_exactly: ClassVar[bool] = True
     needs_labels: ClassVar[bool] = True

@@ -1,4 +1,4 @@
-"""Closed forms for the solutions and risks of learners, with simulations, in the notation of the papers."""
+"""Closed forms for the solutions and risks of learners, with simulations, in the notation of the papers they cite."""
 
 from metabridge.theory import (
     adaptation,

@@ -72,8 +72,8 @@ def ridge_estimate(B: Tensor, x: Tensor, y: Tensor, penalty: float) -> Tensor:
 def one_step_risk(B: Tensor, w: Tensor, tasks: TaskMoments, alpha: float, points: float) -> Tensor:
     """Return the exact risk of `one_step_estimate`.
 
-    If `points` is `AnilSettings.m_in`, it is the objective of ANIL (Yüksel et al. 2023, eq. 1). With P = BBᵀ, the error
-    e = Bw − θ and C = E[eeᵀ], it is ½(tr C − 2α tr PC + α²(1 + 1/m) tr P²C + (α²/m) tr P² (tr C + σ²)).
+    If `points` is `AnilSettings.m_in`, the risk is the objective of ANIL (Yüksel et al. 2023, eq. 1). With P = BBᵀ, the
+    error e = Bw − θ and C = E[eeᵀ], it is ½(tr C − 2α tr PC + α²(1 + 1/m) tr P²C + (α²/m) tr P² (tr C + σ²)).
 
     Args:
         B: Representation, (..., d, k').
@@ -173,7 +173,7 @@ def selected_ridge_risk(
 ) -> float:
     """Return the risk of `ridge_estimate` with the best penalty.
 
-    The best penalty has the smallest risk on random design matrices; the returned risk is that on other ones.
+    The best penalty has the smallest risk on random design matrices. Its risk is then measured on new design matrices.
 
     Args:
         B: Representation, (d, k').

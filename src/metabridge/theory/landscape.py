@@ -332,7 +332,7 @@ def task_weights(hard_easy: HardEasy, alpha: float, m: float) -> tuple[float, fl
 def hard_easy_risks(hard_easy: HardEasy, alpha: float, m: float) -> Risks:
     """Return the risks of NAL and MAML with n₂ = m on hard and easy tasks (Collins et al. 2022, cor. 1, eq. 10, 11).
 
-    With the symbols of `HardEasy` and `task_weights`, and with like terms collected,
+    With like terms collected, and with the symbols of `HardEasy` (where d is the dimension) and of `task_weights`,
     𝓔(NAL)  = (d/4)[a_H r_H + a_E r_E + R²(a_H ρ_E² + a_E ρ_H²)/(ρ_E + ρ_H)²] and
     𝓔(MAML) = (d/4)[a_H r_H + a_E r_E + R² a_E a_H/(a_E + a_H)].
 

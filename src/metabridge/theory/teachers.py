@@ -1,6 +1,7 @@
 """Teachers with one hidden layer: population losses, and the tasks that MAML prefers (Collins et al. 2022, theorem 1).
 
-W are the neurons of the student and V the neurons of a teacher, both (M, d), in double precision.
+W are the neurons of the student and V the neurons of a teacher, in double precision. Both are matrices (M, d) of M
+neurons with one weight for each of d inputs.
 """
 
 from __future__ import annotations
@@ -257,7 +258,7 @@ class HardTaskPreference:
     Args:
         alpha: Step size α.
         ratio: ‖∇f₁(W)‖/‖∇f₂(W)‖, which is 1 at stationary points of NAL's loss.
-        adapted_ratio: ‖∇f₁(W₁)‖/‖∇f₂(W₂)‖, where W₁ and W₂ are W after a step on each task.
+        adapted_ratio: ‖∇f₁(W₁)‖/‖∇f₂(W₂)‖, where W₁ is W after a step on task 1, and W₂ is W after a step on task 2.
         hard_curvatures: Smallest and largest curvature of f₁ at W, β₁ and L₁.
         easy_curvatures: Smallest and largest curvature of f₂ at W, β₂ and L₂.
 
@@ -295,7 +296,10 @@ class HardTaskPreference:
 
     @property
     def applies(self) -> bool:
-        """Whether the assumptions of the proof hold at this point: both losses are convex and α < 1/L."""
+        """Whether the assumptions of the proof hold at this point: both losses are convex and α < 1/L.
+
+        L is the larger one of L₁ and L₂.
+        """
         smallest, largest = zip(self.hard_curvatures, self.easy_curvatures)
         return min(smallest) > 0 and self.alpha * max(largest) < 1
 

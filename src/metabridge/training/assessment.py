@@ -29,8 +29,8 @@ class Assessment:
     Args:
         score: Mean accuracy over all tasks.
         classes: Accuracy on the queries of each class, over all tasks with this class, by class name.
-        calibration: The confidence of a prediction is its largest probability. For each bin of confidences that
-            contains queries, their mean confidence, their accuracy, and their fraction of all queries.
+        calibration: For each bin of confidences that contains queries, their mean confidence, their accuracy, and
+            their fraction of all queries. The confidence of a prediction is its largest probability.
     """
 
     score: Score
@@ -57,7 +57,9 @@ def assess(
     augmentation: TestTimeAugmentation = NO_AUGMENTATION,
     progress: bool = False,
 ) -> Assessment:
-    """Evaluate a classifier on the same tasks as `evaluate`, with its accuracy on each class and its calibration.
+    """Measure a classifier's mean accuracy, its accuracy on each class and its calibration.
+
+    With the same seed, the tasks are those of `evaluate`.
 
     A query whose outputs are not finite counts as wrong, and is left out of the calibration.
 
@@ -67,15 +69,15 @@ def assess(
         tasks: Number of tasks, at least 2.
         seed: Seed of the tasks.
         augmentation: Changes to the images at test time.
-        progress: Whether to show a progress bar while the features of all images are computed. There is none if the
+        progress: Whether to show a progress bar while the features of all images are computed. No bar is shown if the
             features of an image depend on the task or on other images, since they are then computed for every task.
 
     Returns:
         The assessment.
 
     Raises:
-        InputError: If the tasks are not tasks of labeled images, there are fewer than 2, the weights are not finite,
-            the model cannot be evaluated on these tasks, or adaptation diverges on all of them.
+        InputError: If the tasks are not tasks of labeled images, there are fewer than 2 tasks, the weights are not
+            finite, the model cannot be evaluated on these tasks, or adaptation diverges on all of them.
 
     >>> from metabridge.datasets import load
     >>> from metabridge.learners import method, parameters
@@ -91,7 +93,8 @@ def assess(
     if not isinstance(environment, ImageTasks):
         raise InputError(f"environment is {type(environment).__name__}, but assess needs tasks of labeled images.")
     scorer = Scorer()
-    correct_queries, queries = torch.zeros(2, environment.classes, dtype=torch.float64)  # numbers for each class
+    # for each class, the number of correct queries and the number of all queries
+    num_correct, num_queries = torch.zeros(2, environment.classes, dtype=torch.float64)
     # for each bin, the sum of the confidences, the number of correct queries and the number of queries
     bins = torch.zeros(BINS, 3, dtype=torch.float64)
     for outputs, episodes in predictions(
@@ -101,8 +104,8 @@ def assess(
         assert episodes.classes is not None
         is_correct = correct_predictions(outputs, episodes).double()
         class_indices = episodes.classes.gather(1, episodes.query_y)
-        _add_at(correct_queries, class_indices, is_correct)
-        _add_at(queries, class_indices, torch.ones_like(is_correct))
+        _add_at(num_correct, class_indices, is_correct)
+        _add_at(num_queries, class_indices, torch.ones_like(is_correct))
         is_finite = outputs.isfinite().all(-1)
         confidence = outputs[is_finite].softmax(-1).amax(-1).double()
         bin_index = (confidence * BINS).long().clamp_max(BINS - 1)
@@ -115,10 +118,10 @@ def assess(
             "or fewer steps, or train again with a lower learning rate."
         )
     names = environment.class_names
-    sampled_classes = queries.nonzero().squeeze(1).tolist()
+    sampled_classes = num_queries.nonzero().squeeze(1).tolist()
     return Assessment(
         score,
-        {names[index]: float(correct_queries[index] / queries[index]) for index in sampled_classes},
+        {names[index]: float(num_correct[index] / num_queries[index]) for index in sampled_classes},
         tuple(
             (float(confidence_sum / count), float(correct_count / count), float(count / bins[:, 2].sum()))
             for confidence_sum, correct_count, count in bins

@@ -100,7 +100,8 @@ class Augment:
         Args:
             episodes: Tasks of images.
             generator: Random generator on the device of the images.
-            progress: Fraction of training that is done, which decides the size of the images if `growth` is set.
+            progress: Fraction of training that is done, which decides the size of the images if `growth` is set. The
+                default gives images of full size.
 
         Returns:
             The changed tasks.
@@ -181,7 +182,7 @@ class Augment:
         luma = torch.tensor(LUMA if channels == 3 else (1 / channels,) * channels, device=images.device)
         for change, factor in zip(order, factors):
             gray = (images * luma.view(-1, 1, 1)).sum(1, keepdim=True)
-            # o in the formula of the class
+            # this is `o` in the formula of the class docstring
             reference = torch.where(change == 2, gray, torch.where(change == 1, gray.mean((-2, -1), keepdim=True), 0))
             images = torch.lerp(reference.expand_as(images), images, factor).clamp(0, 1)
         return images

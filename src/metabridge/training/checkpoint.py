@@ -33,7 +33,8 @@ from metabridge.training.config import as_python_number, replace_former_names
 
 # Sections of settings.json, and whether each may be null.
 SECTIONS = {"model": True, "method": False, "tasks": True, "validation": True, "training": False}
-FILES = ("weights.safetensors", "state.safetensors", "metrics.jsonl")  # files of a run besides settings.json
+# The files of a run besides settings.json, without curves.png, which is only a plot of metrics.jsonl.
+FILES = ("weights.safetensors", "state.safetensors", "metrics.jsonl")
 VERSION = 2  # format of settings.json; increase it if older versions of metabridge would misread a new format
 
 CHECKSUM = "crc32"  # metadata key of the checksum of the file
@@ -153,7 +154,7 @@ class RunFolder:
 
 
 def json_round_trip(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as they would be read from settings.json: with the version, and tuples as lists."""
+    """Return settings as they would be read from settings.json: with the format version, and tuples as lists."""
     return json.loads(json.dumps({"version": VERSION} | dict(settings)))  # type: ignore[no-any-return]
 
 
@@ -199,6 +200,7 @@ def write_method(method: Method) -> dict[str, object]:
         key: None if solver is None else _plain_options(solver.to_dict())
         for key, solver in (("inner", method.inner), ("test", method.test_solver))
     }
+    # the keys are still those of version 0.1.0, in which some fields had other names
     choices = {"adapts": method.adapts, "outer": method.outer, "head": method.training_head, "split": method.split}
     return {**choices, **solvers, "regulariser": None if method.regularizer is None else "balance"}
 
@@ -211,7 +213,7 @@ def read_method(data: Mapping[str, Any]) -> Method:
     True
     """
     data = dict(data)
-    # the stored keys are still those of version 0.1.0, in which some fields had other names
+    # convert the keys of version 0.1.0 to today's field names
     data["training_head"], regularized = data.pop("head"), data.pop("regulariser")
     data["test_solver"] = data.pop("test")
     if data["inner"] is not None:

@@ -26,7 +26,7 @@ OptimizerName = Literal["adam", "adamw", "radam", "sgd", "muon"]
 Precision = Literal["float32", "bfloat16"]
 
 # Current names of the options that version 0.1.0 named differently. In version 0.1.0, the batch size is "tasks" in
-# settings.json and "batch" in records of experiments, where "turned" is an option of test-time augmentations.
+# settings.json and "batch" in records of experiments. "turned" is an option of test-time augmentations in such records.
 FORMER_NAMES = {
     "tasks": "batch_size",
     "batch": "batch_size",
@@ -284,7 +284,7 @@ class TrainingConfig:
     )
     precision: Precision = option(
         "float32",
-        help=f"dtype of the feature extractor: {alternatives(get_args(Precision))}.",
+        help=f"dtype in which features are computed: {alternatives(get_args(Precision))}. Weights are always float32.",
         check=Choice(get_args(Precision)),
     )
     soft_targets: SoftTargets | None = option(
@@ -352,7 +352,7 @@ class ImageTrainingConfig(TrainingConfig):
     training_ways: int | None = option(
         None,
         help="Number of classes per training task; rfs ignores it. A number above `ways` needs a method whose head "
-        "has one output for each training class, such as mtl. Default: `ways`.",
+        "has one output for each class of the training split, such as mtl. Default: `ways`.",
         check=IntegerRange(2, optional=True),
     )
     shots: int = option(1, help="Number of support images per class in training tasks.", check=IntegerRange(1))

@@ -27,8 +27,8 @@ from metabridge.progress import track_progress
 from metabridge.training.augment import Augment
 
 Metric = Literal["accuracy", "squared error"]
-# Number of tasks that are sampled at once. The tasks that a seed gives depend on it, so it must not depend on the model
-# or the device.
+# Number of tasks that are sampled at once. The tasks that a seed gives depend on this number, so it is the same for all
+# models and devices.
 BLOCK_SIZE = 16
 
 
@@ -160,7 +160,8 @@ class Score:
     def minus(self, other: Score) -> Score:
         """Return the mean difference to another score on the same tasks, paired by task.
 
-        Its interval is usually narrower than for different tasks, since the difficulty of the tasks cancels.
+        The interval of this difference is usually narrower than if the scores were measured on different tasks, since
+        the difficulty of the tasks cancels.
 
         Args:
             other: Score of another model on the same tasks.
@@ -230,8 +231,8 @@ class TestTimeAugmentation:
         copies: Number of randomly changed copies of each support image that are added to the support set.
         mirrored: Whether to average the features of each image and its mirror image.
         rotated: Whether to concatenate the features of the image rotated by 0, 90, 180 and 270 degrees.
-        cropped: Whether to average also the features of five crops (the corners and the center), which have three
-            quarters of the image's height and width.
+        cropped: Whether the average includes the features of five crops of the image (the corners and the center),
+            each with three quarters of the image's height and width.
         augment: Random changes to the copies. None: `Augment.for_size` for the size of the images.
 
     Raises:
@@ -317,7 +318,7 @@ def evaluate(
         tasks: Number of tasks, at least 2.
         seed: Seed of the tasks.
         augmentation: Changes to the images at test time.
-        progress: Whether to show a progress bar while the features of all images are computed. There is none if the
+        progress: Whether to show a progress bar while the features of all images are computed. No bar is shown if the
             features of an image depend on the task or on other images, since they are then computed for every task.
 
     Returns:
@@ -345,8 +346,8 @@ def select_model(models: Iterable[PredictorT], environment: Environment, *, task
     """Return the model with the best score on validation tasks. If several are equally good, return the first.
 
     Args:
-        models: Trained models or kernel predictors, at least one. At most two of them are in memory at the same time if
-            this is an iterator.
+        models: Trained models or kernel predictors, at least one. If this is an iterator, at most two of them are in
+            memory at the same time.
         environment: Source of the validation tasks.
         tasks: Number of tasks, at least 2.
         seed: Seed of the tasks.
@@ -458,7 +459,7 @@ class FeatureTable:
         seed: int = 0,
         progress: bool = False,
     ) -> FeatureTable:
-        """Compute the features of all images of the environment's split."""
+        """Compute the features of all images of the environment's split; `seed` determines the changed copies."""
         check_channels(model.net, environment.data.images.shape[1:])
         image_indices, device = environment.image_indices, model.device
         positions = torch.full((len(environment.data.images),), -1)
@@ -501,7 +502,7 @@ class FeatureTable:
         """
         blocks = [environment.sample_indices(size, generator) for size in _batch_sizes(tasks, BLOCK_SIZE)]
         indices = TaskIndices(*(torch.cat(tensors) for tensors in zip(*blocks)))
-        episodes = indices.to_episodes(lambda images: self.features[0, self._positions_of(images)])
+        episodes = indices.to_episodes(lambda image_indices: self.features[0, self._positions_of(image_indices)])
         copies = [features[self._positions_of(indices.support.flatten(1))] for features in self.features[1:]]
         return replace(
             episodes,

@@ -54,7 +54,7 @@ Options = ParamSpec("Options")
 
 @dataclass(frozen=True, kw_only=True)
 class FitArguments(TrainingConfig):
-    """The keyword arguments of `fit`: all training options, and where and how long to train."""
+    """The keyword arguments of `fit`: all training options, and options of a single call, such as the time limit."""
 
     schedule: Schedule | str = inherited_option(  # type: ignore[assignment]  # wider than in the base
         TrainingConfig,
@@ -94,7 +94,7 @@ def _accepts(
 ) -> Callable[[Callable[..., Run]], Callable[Concatenate[Network, Method, Environment, Options], Run]]:
     """Make the fields of a dataclass keyword arguments of the decorated function.
 
-    They are added to its signature, its docstring and, for type checkers, its static type.
+    The arguments are added to the function's signature, its docstring and, for type checkers, its static type.
     """
 
     def decorate(function: Callable[..., Run]) -> Callable[Concatenate[Network, Method, Environment, Options], Run]:
@@ -154,13 +154,13 @@ def fit(net: Network, method: Method, environment: Environment, **arguments: Any
     if unknown:
         raise TypeError(f"fit() got an unexpected keyword argument {min(unknown)!r}")
     all_arguments = FitArguments(**arguments)  # with default values
-    base = all_arguments if all_arguments.config is None else all_arguments.config
-    changes = {name: getattr(all_arguments, name) for name in options_of(TrainingConfig) if name in arguments}
+    base_config = all_arguments if all_arguments.config is None else all_arguments.config
+    options_by_name = {name: getattr(all_arguments, name) for name in options_of(TrainingConfig) if name in arguments}
     trainer = Trainer(
         net,
         method,
         environment,
-        training_options(base, **changes),
+        training_options(base_config, **options_by_name),
         validate=all_arguments.validate,
         device=all_arguments.device,
         mode=all_arguments.mode,
@@ -209,6 +209,7 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network
         )
     try:
         net, method = read_network(settings, net, tensors), read_method(settings["method"])
+        # on a CPU, a loaded run computes in float32
         low_precision = settings["training"]["precision"] == "bfloat16" and device.type != "cpu"
     except PARSING_ERRORS as error:
         raise damage_error(run_folder.path / "settings.json", f"its settings cannot be read ({error})") from error

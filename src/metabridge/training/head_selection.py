@@ -113,7 +113,10 @@ class HeadSelection:
         penalties: Sequence[float],
         augmentation: TestTimeAugmentation,
     ) -> Iterator[SplitAccuracy]:
-        """Yield the accuracy for each number of shots and each penalty. Features are computed only once."""
+        """Yield the accuracy for each number of shots and each penalty.
+
+        Features are computed only once, since they depend on neither shots nor penalty.
+        """
         models = [_with_penalty(model, penalty) for penalty in penalties]
         environments = {shots: images.tasks(split, ways=self.ways, shots=shots) for shots in all_shots}
         table = FeatureTable.of(model, environments[all_shots[0]], augmentation, seed=self.seed)

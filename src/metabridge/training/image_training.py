@@ -38,7 +38,7 @@ def train_on_images(
         out: Folder to save the run in. None to save nothing.
         minutes: Stop after this number of minutes. Call again with the same arguments to continue.
         progress: Whether to show a progress bar.
-        teacher: Trained model whose predictions are part of the targets.
+        teacher: Trained model whose predictions are part of the targets; see `SoftTargets.distillation`.
 
     Returns:
         The run.
@@ -71,7 +71,7 @@ def image_trainer(
         images: Labeled images with their splits.
         device: Device to compute on.
         out: Folder to save the run in. None to save nothing.
-        teacher: Trained model whose predictions are part of the targets.
+        teacher: Trained model whose predictions are part of the targets; see `SoftTargets.distillation`.
         method: The result of `method_of(config)`, if it was already called.
 
     Returns:
@@ -154,12 +154,13 @@ def _check_memory(config: ImageTrainingConfig, images: LabeledImages, method: Me
     if not hasattr(os, "sysconf"):
         return
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    item_images = 1 if method.training_head == "all-rows" else config.ways * (config.shots + config.queries)
-    item_bytes = 4 * images.images[0].numel() * item_images  # in float32; an item is an image or a task
-    if config.batch_size * item_bytes > memory:
+    # a batch consists of images for methods with the training head "all-rows", and of tasks for all others
+    images_per_item = 1 if method.training_head == "all-rows" else config.ways * (config.shots + config.queries)
+    bytes_per_item = 4 * images.images[0].numel() * images_per_item  # in float32
+    if config.batch_size * bytes_per_item > memory:
         # the suggested batch takes an eighth of the memory, since training needs more than the images
         raise InputError(
             f"batch_size is {config.batch_size}, but the images of such a step take "
-            f"{config.batch_size * item_bytes / 2**30:.0f} GiB, and this machine has {memory / 2**30:.0f} GiB of "
-            f"memory. Use batch_size={max(1, memory // (8 * item_bytes))} or less."
+            f"{config.batch_size * bytes_per_item / 2**30:.0f} GiB, and this machine has {memory / 2**30:.0f} GiB of "
+            f"memory. Use batch_size={max(1, memory // (8 * bytes_per_item))} or less."
         )

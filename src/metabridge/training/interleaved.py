@@ -40,7 +40,7 @@ def train_interleaved(
     Args:
         trainers: For each name, a function that creates the trainer. It is called when training of this network starts.
         at_once: Number of networks to train at the same time. More than 1 requires networks without dropout, since
-            they would share the global random generators.
+            networks with dropout would share the global random generators.
         minutes: Stop all training runs after this number of minutes, and start no more. None for no limit.
         progress: Whether to show progress bars.
 

@@ -63,7 +63,10 @@ def point_to_json(point: Point) -> dict[str, object]:
 
 
 def point_from_json(stored: dict[str, Any]) -> Point:
-    """Return the point from the result of `point_to_json`, which has no scores of single tasks: `values` is empty."""
+    """Return the point that `point_to_json` stored.
+
+    Scores of single tasks are not stored, so the `values` of the returned point's score are empty.
+    """
     validation = stored["validation"]
     score = None
     if validation is not None:

@@ -4,8 +4,8 @@ ANIL (almost no inner loop) is MAML that adapts only the head; "FO" means first-
 first layer B and head w. The regression vector of a task is θ = B*w*, where the columns of B* are the directions that
 all tasks share.
 
-All runs of a first-order method are trained in parallel, as one batch. The runs of Burer–Monteiro factorization are
-trained one after another.
+All runs of a first-order method are trained in parallel, as one batch. Burer–Monteiro factorization, which learns a
+separate head for each task, is trained in one run after another.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class LinearAnilConfig:
         return AnilSettings(self.alpha, self.beta, math.inf)
 
     def environments(self, seed: int) -> list[SharedRepresentation]:
-        """Return the environment of each run."""
+        """Return the environment of each run. Different values of `seed` give different environments."""
         return [
             SharedRepresentation(
                 self.dimension, self.variances, self.mean, self.noise, self.m_in, self.m_out, self.tasks, run_seed
@@ -238,21 +238,21 @@ def train_burer_monteiro(
     Returns:
         The trained networks, or None if the deadline passed first.
     """
-    finished: Params = {}  # first layers B of the finished runs, by run number
+    finished_layers: Params = {}  # first layers B of the finished runs, by run number
     seconds, curves = 0.0, RepresentationCurves()
     saved = folder.read("state")
     if saved is not None:
-        finished, metadata = saved
+        finished_layers, metadata = saved
         seconds, curves = metadata["seconds"], RepresentationCurves(**metadata["curves"])
-    while len(finished) < len(environments) and time.perf_counter() < deadline:
-        start_time, run = time.perf_counter(), len(finished)
-        finished[str(run)], run_curves = _burer_monteiro(config, environments[run], device)
+    while len(finished_layers) < len(environments) and time.perf_counter() < deadline:
+        start_time, run = time.perf_counter(), len(finished_layers)
+        finished_layers[str(run)], run_curves = _burer_monteiro(config, environments[run], device)
         curves = curves.join(run_curves)
         seconds += time.perf_counter() - start_time
-        folder.write("state", finished, {"seconds": seconds, "curves": asdict(curves)})
-    if len(finished) < len(environments):
+        folder.write("state", finished_layers, {"seconds": seconds, "curves": asdict(curves)})
+    if len(finished_layers) < len(environments):
         return None
-    B = torch.stack([finished[str(run)] for run in range(len(environments))])
+    B = torch.stack([finished_layers[str(run)] for run in range(len(environments))])
     return TrainedLinearNets(B, None, curves, seconds)
 
 

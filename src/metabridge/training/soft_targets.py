@@ -62,7 +62,7 @@ class LabelSoftener:
 
     Args:
         options: Which soft targets to use.
-        method: The method that is trained.
+        method: The method with which the network is trained.
         teacher: Trained model whose predictions are part of the targets; needed if and only if
             `options.distillation` is positive.
 
@@ -141,5 +141,5 @@ class _GraphedFeatures:
 
 
 def soft_cross_entropy(prediction: Tensor, target: Tensor) -> Tensor:
-    """Return the mean cross-entropy against target probabilities (examples, classes)."""
+    """Return the mean cross-entropy of logits `prediction` and probabilities `target`, both (examples, classes)."""
     return F.cross_entropy(prediction, target)

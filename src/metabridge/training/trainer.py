@@ -308,8 +308,8 @@ class Trainer:
     def _set_rates(self) -> None:
         """Set the learning rate and, every `DROP_RATE_STEPS` steps, the drop rates."""
         progress = self.iteration / self.config.iterations
-        improved = [point.best for point in self.curve if point.score is not None]
-        factor = self.config.schedule.factor(progress, improved)
+        best_flags = [point.best for point in self.curve if point.score is not None]  # one for each validation
+        factor = self.config.schedule.factor(progress, best_flags)
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.lr * factor
         if self.iteration % DROP_RATE_STEPS == 0:
@@ -452,6 +452,7 @@ class Trainer:
             for key, value in state.items()
             if value is not None
         }
+        # these names are stored; "average" is the moving average of the parameters
         tensors = merge_groups(
             params=self.params,
             average=self._ema_params or {},
