@@ -65,7 +65,7 @@ def test_names_that_version_0_1_0_stored_still_load():
     assert Head.from_dict({"solver": "Ridge", "penalty": 2.0, "normalize": True}) == heads.RidgeClassifier(2.0, True)
 
 
-class Pet(Registered, root=True):
+class Pet(Registered, abstract=True):
     registry: ClassVar[dict[str, type[Pet]]] = {}
     required: ClassVar[tuple[str, ...]] = ("name", "label", "legs")
     legs: ClassVar[int]

@@ -18,9 +18,9 @@ _FIELD_NAMES = {"normalise": "normalize"}  # field names by their keys in files;
 class Registered:
     """A dataclass that is registered by name in its root class.
 
-    A root class is declared with `root=True` and sets `registry` to an empty dictionary. Its subclasses set the class
-    attributes in `required`, and optionally `stored_name`. Base classes between a root class and registered classes are
-    also declared with `root=True`.
+    A root class is declared with `abstract=True` and sets `registry` to an empty dictionary. Its subclasses set the
+    class attributes in `required`, and optionally `stored_name`. Base classes between a root class and registered
+    classes are also declared with `abstract=True`.
 
     Attributes:
         name: The name that users type, unique under the root class.
@@ -36,14 +36,14 @@ class Registered:
     registry: ClassVar[dict[str, Any]]
     required: ClassVar[tuple[str, ...]] = ("name", "label")
 
-    def __init_subclass__(cls, *, root: bool = False, **options: Any) -> None:
-        """Register a subclass, unless it is a base class declared with `root=True`.
+    def __init_subclass__(cls, *, abstract: bool = False, **options: Any) -> None:
+        """Register a subclass, unless it is a base class declared with `abstract=True`.
 
         Raises:
             TypeError: If a required attribute is missing, or another class has the same name or stored name.
         """
         super().__init_subclass__(**options)
-        if root:
+        if abstract:
             return
         missing = [attribute for attribute in cls.required if not hasattr(cls, attribute)]
         if missing:

@@ -51,7 +51,7 @@ def three_way_tasks(tasks, seed):
 
 
 @pytest.mark.parametrize("kernel_method", METHODS)
-def test_training_on_every_order_of_the_classes_changes_all_outputs_of_a_query_equally(kernel_method):
+def test_training_on_all_permutations_of_the_labels_adds_the_same_value_to_all_outputs_of_a_query(kernel_method):
     train, test = three_way_tasks(3, 0), three_way_tasks(4, 1)
     orders = torch.tensor(list(permutations(range(3))))
     relabeled = [replace(train, support_y=order[train.support_y], query_y=order[train.query_y]) for order in orders]
@@ -60,6 +60,7 @@ def test_training_on_every_order_of_the_classes_changes_all_outputs_of_a_query_e
     for learner in candidate_learners(fully_connected_kernel(depth=3), kernel_method):
         if learner.ridge > RIDGES[0]:
             continue  # training changes the outputs most with the smallest ridge
+        # without outer training, "anil-split" is regression with the NNGP on the support set
         untrained = replace(learner, method="maml" if kernel_method == "maml" else "anil-split", outer_time=0.0)
         untrained_outputs = untrained.fit(train).predict(test)
         change = learner.fit(in_every_order).predict(test) - untrained_outputs
@@ -107,7 +108,7 @@ def test_kernels_and_networks_are_tested_on_the_same_images(glyphs):
     assert torch.equal(sampled[0].support_x, sampled[1].support_x)
 
 
-def test_every_learner_has_a_row_for_its_accuracy_and_every_trained_kernel_one_for_its_gain(outcome):
+def test_rows_contain_all_accuracies_and_the_gains_of_trained_kernels(outcome):
     rows = {row.name: row for row in outcome.result.rows}
     assert len(rows) == len(outcome.result.rows)
     for kernel in CHEAP_KERNELS:
@@ -123,7 +124,7 @@ def test_every_learner_has_a_row_for_its_accuracy_and_every_trained_kernel_one_f
     assert all(row.agrees is None and row.published is None for row in rows.values())
 
 
-def test_the_result_can_be_read_again_and_the_figure_is_drawn(outcome, tmp_path):
+def test_the_result_can_be_read_back_and_the_figure_is_drawn(outcome, tmp_path):
     stored = Result.read(outcome.result.write(tmp_path))
     assert stored.rows == outcome.result.rows
     assert stored.settings["size"] == SIZE

@@ -34,7 +34,7 @@ INNER = {"steps": STEPS, "lr": TIME / STEPS, "loss": squared_loss}
 
 @pytest.fixture(scope="module")
 def episodes():
-    """Return three tasks of two support and three query points on a sphere, each with its own head for MTL."""
+    """Return three tasks, each with its own MTL head, of two support and three query points on a sphere."""
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(3, 5, size, generator=generator, dtype=torch.float64) for size in (4, 1))
     x = 2 * torch.nn.functional.normalize(x, dim=-1)
@@ -42,7 +42,7 @@ def episodes():
 
 
 def mean_errors(compare):
-    """Return the mean relative error over networks for every width; `compare` returns a result and its expectation."""
+    """Return the mean relative error over networks for every width; `compare` returns a result and its limit."""
     means = []
     for width in WIDTHS:
         pairs = [compare(wide(4, width=width, depth=3, seed=10 * net + width).double()) for net in range(NETS)]
@@ -54,7 +54,7 @@ def decreases_with_width(means):
     return all(wider < 0.7 * narrower for narrower, wider in pairwise(means))
 
 
-def test_the_meta_ntk_from_the_empirical_ntk_approaches_that_from_second_order_gradients(episodes):
+def test_the_meta_ntk_of_the_empirical_ntk_converges_to_the_gram_matrix_of_meta_gradients(episodes):
     """Wang et al. 2022, eq. 106 and 4. At finite width they differ, because the NTK changes during adaptation."""
     maml = method("maml", **INNER)
 
@@ -67,7 +67,7 @@ def test_the_meta_ntk_from_the_empirical_ntk_approaches_that_from_second_order_g
     assert means[-1] < 0.03
 
 
-def test_mtl_kernel_is_the_limit_of_gradients_in_the_body_and_one_head_per_task(episodes):
+def test_mtl_kernel_is_the_limit_of_gram_matrices_of_gradients_with_one_head_per_task(episodes):
     mtl, x = method("mtl", loss=squared_loss), episodes.without_split().support_x
     for heads in ("shared", "independent"):
 
@@ -86,21 +86,24 @@ def test_mtl_kernel_is_the_limit_of_gradients_in_the_body_and_one_head_per_task(
 def test_mtl_kernel_between_tasks_with_independent_heads_vanishes(episodes):
     mtl, tasks, points = method("mtl", loss=squared_loss), 3, 5
     same_task_mask = torch.block_diag(*torch.ones(tasks, points, points, dtype=torch.float64))
-    limit = (1 - same_task_mask) * mtl_kernel(KERNEL, episodes.without_split().support_x)
+    with_shared_heads = (1 - same_task_mask) * mtl_kernel(KERNEL, episodes.without_split().support_x)
 
     def compare(net):
         params = parameters(mtl, net, classes=tasks)
         generator = torch.Generator().manual_seed(net.recipe["seed"])
         params["heads.weight"].data.normal_(generator=generator)
         between = (1 - same_task_mask) * empirical_meta_ntk(mtl, net, params, episodes)
-        return limit + between, limit  # the error is the kernel between tasks, relative to its value with shared heads
+        return (
+            with_shared_heads + between,
+            with_shared_heads,
+        )  # so the relative error is ‖between‖ / ‖with_shared_heads‖
 
     means = mean_errors(compare)
     assert decreases_with_width(means)
     assert means[-1] < 0.15
 
 
-def test_anil_kernel_is_the_limit_of_gradients_through_the_adaptation_of_the_head(episodes):
+def test_anil_kernel_is_the_limit_of_gram_matrices_of_gradients_through_the_adaptation_of_the_head(episodes):
     anil = method("anil", **INNER, split=False)
     limit = anil_kernel(KERNEL, episodes.without_split().support_x, TIME)
     means = mean_errors(lambda net: (empirical_meta_ntk(anil, net, parameters(anil, net), episodes), limit))

@@ -43,7 +43,7 @@ def diagnose(
         typer.Option(
             metavar="NAME|DIR",
             help=f"Feature extractor: an untrained network ({alternatives(model_names())}), or the folder of a "
-            "trained run.",
+            "trained run. wide is an MLP in the NTK parameterization.",
         ),
     ] = "conv4",
     out: Annotated[
@@ -87,7 +87,7 @@ def diagnose(
     Samples tasks and, for each task, fits a linear model on the features of --model. From these models, estimates how
     hard the tasks are and how far apart their optimal weights are. Predicts by how much MAML would lower the expected
     loss compared with training without adaptation (non-adaptive learning, NAL), and compares this gain with the
-    additional cost of MAML.
+    additional gradients that MAML computes.
 
     If --model is a run, pass the --data and --ways that it was trained with. The defaults do not depend on the run.
 

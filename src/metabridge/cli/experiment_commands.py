@@ -59,9 +59,7 @@ def demo(
 def reproduce(
     name: Annotated[
         str,
-        typer.Argument(
-            metavar="ID", help=f"Experiment to run: {', '.join(experiment_modules())}. docs/results.md describes them."
-        ),
+        typer.Argument(metavar="ID", help=f"Experiment to run: {', '.join(experiment_modules())}."),
     ],
     scale: Annotated[
         Scale,
@@ -97,8 +95,8 @@ def reproduce(
         typer.Option(
             min=0,
             callback=reject_nan,
-            help="Time limit in minutes for each training run. The limit counts once for runs that are trained "
-            "together. Run the same command again to continue. Default: no limit.",
+            help="Time limit in minutes for each training run. Runs that are trained together "
+            "share one limit. Run the same command again to continue. Default: no limit.",
         ),
     ] = None,
 ) -> None:

@@ -89,7 +89,7 @@ QueriesOption = Annotated[
 
 
 def images_for(model: Model, data: str, min_images: int | None) -> LabeledImages:
-    """Load a data set in the image size and number of channels of a trained network."""
+    """Load a data set with the image size and number of channels that a trained network expects."""
     from metabridge.datasets import load
     from metabridge.datasets.loading import parse_name
     from metabridge.inference.image_input import image_shape

@@ -190,7 +190,12 @@ def search(
 
 @app.command()
 def score(
-    model: Annotated[str, typer.Option(metavar="NAME", help=f"Network: {alternatives(model_names())}.")],
+    model: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help=f"Network: {alternatives(model_names())}. wide is an MLP in the NTK parameterization."
+        ),
+    ],
     data: DataOption = "glyphs",
     kernel: Annotated[
         list[ScoreKernel] | None, typer.Option(help="Kernel to compute. Can be repeated. Default: all.")
@@ -221,12 +226,12 @@ def score(
 ) -> None:
     """Score an untrained network by proxies for its accuracy: condition numbers of kernels, and linear regions.
 
-    --cells and --channels are those of the network that is built from an architecture.json for its condition numbers.
-    Its linear regions are counted as in a search: with image patches, in a network of three cells whose first cell has
-    one channel. In other networks, linear regions are counted with whole images.
+    For an architecture.json, condition numbers are those of a network with --cells cells and --channels channels.
+    Linear regions are counted as in a search: with image patches, in a network of three cells whose first cell has one
+    channel. For other models, the network itself is used, and linear regions are counted with whole images.
 
-    For condition numbers, batch norm is replaced by group norm, so that the output for an image does not depend on the
-    batch. This is also done for linear regions, except those of an architecture.json.
+    Batch norm is replaced by group norm, so that the output for an image does not depend on the batch. When linear
+    regions of an architecture.json are counted, batch norm is kept.
 
     Example: **metabridge score --model runs/search/architecture.json --data glyphs**
     """

@@ -66,7 +66,7 @@ SETTINGS = {
 
 @dataclass(frozen=True)
 class StudentRecord(Record):
-    """The measurements of one student. Each list has two elements: before and after training."""
+    """The measurements of one training run of a student. Each list has two elements: before and after training."""
 
     spectra: list[dict[str, float]]  # squared singular values of the first layer
     risks: dict[str, list[float]]  # excess risks on new tasks, by a key such as "ridge, 20 points"
@@ -76,7 +76,7 @@ def measure(options: ExperimentOptions) -> dict[str, StudentRecord]:
     """Train every student with every seed. Return the records of the students for which all runs are finished."""
     settings = SETTINGS[options.scale]
     students = [f"{name}-{layers}" for name in settings.methods for layers in settings.layers]
-    options.check_only(students)
+    options.check_selected_names(students)
     seeds = range(options.seed * settings.runs, (options.seed + 1) * settings.runs)
     finished_records: dict[str, StudentRecord] = {}
     for student in students:
@@ -88,7 +88,7 @@ def measure(options: ExperimentOptions) -> dict[str, StudentRecord]:
 
 
 def train_student(options: ExperimentOptions, student: str, settings: Settings, seed: int) -> StudentRecord | None:
-    """Return the record of a student. If there is none yet, train the student; see `Record.load_or_measure`.
+    """Return the record of one run of a student. If there is none yet, train the student; see `Record.load_or_measure`.
 
     The name of a student contains its method and its number of layers, such as "fo-anil-2".
     """
@@ -160,16 +160,16 @@ def by_student(records: Mapping[str, StudentRecord]) -> dict[str, list[StudentRe
 
 
 def rows(records: Mapping[str, StudentRecord], _: ExperimentOptions) -> Iterator[Row]:
-    """Yield how training changes the singular values of the first layer and the risks."""
+    """Yield rows that show how training changes the singular values of the first layer and the risks."""
     for student, runs in by_student(records).items():
         ratios = [[values["largest"] / values["orthogonal_largest"] for values in run.spectra] for run in runs]
-        growth = [after / before for before, after in ratios]
+        growth_ratios = [after / before for before, after in ratios]
         yield Row.mean(
             f"{student}, first layer",
             "growth along B* / growth orthogonal to B*",
-            growth,
-            agrees=min(growth) > 1,
-            note="largest squared singular values; agrees if it grows more along B* in every run",
+            growth_ratios,
+            agrees=min(growth_ratios) > 1,
+            note="of the largest squared singular values; agrees if above 1 in every run",
         )
         for key in runs[0].risks:
             before, after = zip(*(run.risks[key] for run in runs))

@@ -76,7 +76,7 @@ def train_methods(
     options: ExperimentOptions, config: LinearAnilConfig, methods: Sequence[str]
 ) -> dict[str, LinearRecord]:
     """Train the methods that `options.only` selects, except those with a record. Return all records."""
-    options.check_only(methods)
+    options.check_selected_names(methods)
     records = {name: train_method(options, name, config) for name in methods}
     return {name: record for name, record in records.items() if record is not None}
 

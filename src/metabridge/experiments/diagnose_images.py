@@ -58,7 +58,7 @@ class Measurements:
 
 def measure(options: ExperimentOptions) -> Measurements:
     """Diagnose both settings of r_H on each data set, predict rankings of methods, and train networks on glyphs."""
-    options.check_only(RUN_NAMES)
+    options.check_selected_names(RUN_NAMES)
     settings, started = SETTINGS[options.scale], time.perf_counter()
     names = ["glyphs", "omniglot"] if options.scale == "paper" and options.has_data("omniglot") else ["glyphs"]
     datasets = {name: options.load_images(name).to(options.device) for name in names}

@@ -73,7 +73,7 @@ class ExperimentOptions:
         """Return whether `only` selects the training run or search with this name."""
         return not self.only or run_name in self.only
 
-    def check_only(self, run_names: Collection[str]) -> None:
+    def check_selected_names(self, run_names: Collection[str]) -> None:
         """Raise an `InputError` if `only` contains a name that is not in `run_names`."""
         unknown = sorted(set(self.only) - set(run_names))
         if unknown:

@@ -69,7 +69,7 @@ SETTINGS = {
 
 def measure(options: ExperimentOptions) -> dict[str, AccuracyRecord]:
     """Rank the alphabets by the accuracy of MAML, then train each method in both variants."""
-    options.check_only(("ranking", *PUBLISHED))
+    options.check_selected_names(("ranking", *PUBLISHED))
     settings, images = SETTINGS[options.scale], load_images(options)
     ranking = rank_alphabets(options, settings, images)
     if ranking is None:

@@ -75,7 +75,7 @@ SETTINGS = {
 
 def measure(options: ExperimentOptions) -> dict[str, AccuracyRecord]:
     """Train NAL and MAML with each share of hard tasks."""
-    options.check_only(PUBLISHED)
+    options.check_selected_names(PUBLISHED)
     settings = SETTINGS[options.scale]
     images = load_images(options, settings)
     seeds = range(options.seed, options.seed + settings.seeds)

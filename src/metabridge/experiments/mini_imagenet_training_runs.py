@@ -114,7 +114,7 @@ def quick_config(config: ImageTrainingConfig) -> ImageTrainingConfig:
 def train_or_load_all(options: ExperimentOptions, names: tuple[str, ...]) -> dict[str, TrainingRecord]:
     """Train those of the named runs that `options.only` selects. Return the records of all named runs that finished."""
     selected_configs = {name: config for name, config in configs(options.scale).items() if name in names}
-    options.check_only(selected_configs)
+    options.check_selected_names(selected_configs)
     images = cache(lambda: load_images(options))
     records = {}
     for name, config in selected_configs.items():

@@ -32,7 +32,9 @@ EDGES = len(CELLS) * NODES * INPUTS_PER_NODE  # number of edges of an architectu
 
 def measure(options: ExperimentOptions) -> dict[str, SearchRecord]:
     """Return the records of all searches."""
-    options.check_only([f"search-{label}" for variant in VARIANTS.values() for label in variant.seeds(options)])
+    options.check_selected_names(
+        [f"search-{label}" for variant in VARIANTS.values() for label in variant.seeds(options)]
+    )
     return search_all(options, VARIANTS.values())
 
 

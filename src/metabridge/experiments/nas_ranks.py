@@ -34,7 +34,7 @@ MIN_ARCHITECTURES = 3  # smallest number of architectures for a rank correlation
 
 def measure(options: ExperimentOptions) -> dict[str, RankRecord]:
     """Return the record of all trained architectures."""
-    options.check_only(())
+    options.check_selected_names(())
     record = train_and_score(options)
     if len(record.architectures) < MIN_ARCHITECTURES:
         raise InputError(

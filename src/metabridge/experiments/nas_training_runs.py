@@ -38,7 +38,9 @@ def search_and_train(
     variants = tuple(variants)
     labels = [label for variant in variants for label in variant.seeds(options)]
     training_labels = [*labels, *additional_labels]
-    options.check_only([f"search-{label}" for label in labels] + [f"train-{label}" for label in training_labels])
+    options.check_selected_names(
+        [f"search-{label}" for label in labels] + [f"train-{label}" for label in training_labels]
+    )
     searches = search_all(options, variants)
     for label in labels:
         recipe_labels = (recipe_label(label, recipe) for recipe in SETTINGS[options.scale].recipes)

@@ -42,7 +42,7 @@ CASES: dict[str, tuple[dict[str, object], str | None]] = {
 
 def measure(options: ExperimentOptions) -> dict[str, TrainingRecord]:
     """Return the records of the finished cases, after training those that `options.only` selects."""
-    options.check_only(CASES)
+    options.check_selected_names(CASES)
     images = cache(lambda: load_images(options))
     evaluation = replace(EVALUATIONS[options.scale], views=TEST_VIEWS[options.scale])
     records: dict[str, TrainingRecord] = {}

@@ -12,7 +12,7 @@ from metabridge.heads.fitted_heads import FittedHead
 from metabridge.registry import Registered
 
 
-class Head(Registered, ABC, root=True):
+class Head(Registered, ABC, abstract=True):
     """Base class of test-time heads: classifiers that are fitted to fixed features, for all tasks at once.
 
     A head is a frozen dataclass in a module of this package. All its fields need defaults. Heads solve optimization

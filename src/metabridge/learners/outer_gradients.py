@@ -53,12 +53,12 @@ Apply = Callable[[Params, Tensor], Tensor]  # returns the outputs for parameters
 
 
 class OuterGradient(Protocol):
-    """A function that returns the outer gradient of one task, shaped like `leaves`, and its query loss."""
+    """A function that returns the outer gradient of one task, with the structure of `leaves`, and its query loss."""
 
     def __call__(
         self, method: Method, apply: Apply, leaves: Leaves, task: Task, *, flat: bool
     ) -> tuple[Leaves, Tensor]:
-        """Return the gradient and the loss; if `flat` is true, only the parameters after each inner step are stored."""
+        """Return the gradient and the loss; see `task_gradient` for the arguments."""
 
 
 class OuterRule(NamedTuple):
@@ -67,7 +67,7 @@ class OuterRule(NamedTuple):
     Args:
         gradient: The function that computes it.
         second_order: Whether it needs second derivatives of the network if all layers adapt.
-        all_layers: Whether it requires that all layers adapt, since it is zero for parameters that do not adapt.
+        all_layers: Whether it can be used only if all layers adapt; it is zero for parameters that do not adapt.
         learns_solver_params: Whether it trains the solver's parameters, such as learned step sizes.
     """
 
@@ -95,15 +95,15 @@ def outer_rule(
 def task_gradient(
     method: Method, apply: Apply, leaves: Leaves, task: Task, *, flat: bool = False
 ) -> tuple[Leaves, Tensor]:
-    """Return the outer gradient of one task, shaped like `leaves`, and its query loss.
+    """Return the outer gradient of one task, with the structure of `leaves`, and its query loss.
 
     Args:
         method: The method, whose `outer` names the rule.
         apply: Returns the outputs for parameters and inputs (or features).
         leaves: The variables with respect to which the gradient is computed.
         task: The task.
-        flat: Whether to store only the parameters after each inner step, and to recompute the steps in the backward
-            pass. Only exact gradients use it.
+        flat: Whether to save memory: to keep only the parameters after each inner step, instead of the autograd graph
+            of all steps, and to recompute each step in the backward pass. Only exact gradients use it.
     """
     return OUTER_RULES[method.outer].gradient(method, apply, leaves, task, flat=flat)
 
@@ -218,7 +218,8 @@ def _backward_over_steps(
     for _ in range(solver.steps):
         iterates.append(step(iterates[-1], leaves.initial_params, leaves.solver_params, leaves.support_x))
     (grad, query_x), loss = _query_gradient(method, apply, iterates.pop(), leaves, task)
-    # gradients that all steps contribute to: of the initial parameters, the solver's parameters and support features
+    # sums over the steps of the gradients with respect to the other inputs of `step`: the initial parameters, on which
+    # proximal steps depend, the solver's parameters and the support features
     sums = tree_map(torch.zeros_like, tuple(leaves[:3]))
     while iterates:
         step_vjp = vjp(step, iterates.pop(), leaves.initial_params, leaves.solver_params, leaves.support_x)

@@ -27,7 +27,7 @@ class ProximalSystem(NamedTuple):
     cg_steps: int
 
 
-class Solver(Registered, ABC, root=True):
+class Solver(Registered, ABC, abstract=True):
     """Base class of inner solvers: how a method adapts to the support set of one task.
 
     A solver is a frozen dataclass in a module of this package, and all its fields need defaults. It solves the problem
@@ -83,20 +83,20 @@ class Solver(Registered, ABC, root=True):
             problem: The inner problem of one task.
             start: The initial parameters.
             solver_params: The solver's learned parameters, with the names that the method `solver_params` returns.
-            exact: Whether the result can be differentiated through the solve. If false, its value is the same, but
-                derivatives treat the gradients of the support loss as constants. A solver that solves exactly takes no
-                gradients; its derivatives treat the support features as constants.
+            exact: Whether derivatives of the result are exact. If false, the result is the same, but its derivatives
+                treat the gradients of the support loss as constants. Closed-form solvers compute no such gradients;
+                with them, false means that derivatives treat the support features as constants.
 
         Returns:
             The adapted parameters by name.
         """
 
 
-class IterativeSolver(Solver, root=True):
+class IterativeSolver(Solver, abstract=True):
     """Base class of solvers that take `steps` steps from the initial parameters.
 
     Attributes:
-        steps: A field of every iterative solver: the number of steps.
+        steps: The number of steps. Every subclass defines it as a field.
 
     >>> import torch
     >>> from metabridge.solvers import GradientDescent, Problem, task_loss

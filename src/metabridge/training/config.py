@@ -339,7 +339,9 @@ class ImageTrainingConfig(TrainingConfig):
     method_options: Mapping[str, object] = option(
         default_factory=dict, help="Options of the method, such as steps=5.", flags=("--option", "-o")
     )
-    model: str = option("conv4", help=f"Network: {alternatives(model_names())}.")
+    model: str = option(
+        "conv4", help=f"Network: {alternatives(model_names())}. wide is an MLP in the NTK parameterization."
+    )
     model_options: Mapping[str, object] = option(
         default_factory=dict, help="Options of the network, such as filters=64.", flags=("--model-option",)
     )

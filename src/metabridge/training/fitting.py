@@ -274,9 +274,10 @@ class ProgressLine:
         self._task = bar.add_task(name, total=trainer.config.iterations, completed=trainer.iteration, status="")
 
     def update(self, point_added: bool) -> None:
-        """Show the number of steps and the last point of the curve.
+        """Show the number of steps and the latest point of the learning curve.
 
-        If standard error is not a terminal, such as a file, print each new point on a line of its own.
+        If standard error is not a terminal (for example, if it is redirected to a file), print each new point on a
+        separate line.
         """
         trainer, bar = self._trainer, self._bar
         bar.update(self._task, completed=trainer.iteration)
