@@ -8,8 +8,9 @@ INSTALLED := .venv/.installed
 demo: $(INSTALLED)  ## train four methods on the built-in data and write an HTML page
 	$(BIN)/metabridge demo --out demo
 
+# Each worker uses one compute thread, since waiting OpenMP threads of several processes would take each other's cores.
 test: lint  ## style, types and all tests
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 lint: $(INSTALLED)  ## style, types and the layers of the package
 	$(BIN)/ruff check .
