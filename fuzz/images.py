@@ -22,7 +22,7 @@ from fuzz.cases import Expected, Files, Hostile, Link, Node, Reader
 from metabridge import cli
 from metabridge.datasets import load
 from metabridge.datasets.data_check import check_dataset
-from metabridge.datasets.image_decoding import DecodeOptions
+from metabridge.decode_options import DecodeOptions
 from metabridge.environments.image_tasks import LabeledImages
 from metabridge.errors import InputError
 from metabridge.inference.image_input import convert_images

@@ -51,7 +51,7 @@ METHODS: dict[str, Method] = {
     "metaoptnet, first order": Method("head", SVMSolver(), outer="first-order", training_head="solved"),
     "maml with no steps": Method("all", GradientDescent(steps=0)),
 }
-TESTED_ELSEWHERE = {"burer-monteiro"}  # presets that need a special network
+TESTED_ELSEWHERE = {"burer-monteiro", "frozen"}  # presets that need a special network or train nothing
 
 
 def solver_method(solver_type: type[Solver], outer: str) -> Method:

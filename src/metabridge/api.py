@@ -24,7 +24,7 @@ from metabridge.errors import InputError
 from metabridge.learners import Adapted, Engine, Method, adapt, meta_gradient, method, parameters, predict
 from metabridge.nas import Architecture, search
 from metabridge.solvers import task_loss
-from metabridge.training import Model, Run, Score, TrainingConfig, evaluate, fit, load
+from metabridge.training import Model, Run, Score, TrainingConfig, evaluate, fit, load, load_model
 
 if TYPE_CHECKING:
     from metabridge import inference
@@ -56,6 +56,7 @@ __all__ = [
     "kernels",
     "learners",
     "load",
+    "load_model",
     "meta_gradient",
     "method",
     "models",

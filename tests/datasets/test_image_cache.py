@@ -16,8 +16,8 @@ import torch
 
 from metabridge.datasets import image_cache
 from metabridge.datasets.image_cache import CachedImages, fingerprint, load_or_decode
-from metabridge.datasets.image_decoding import DecodeOptions
 from metabridge.datasets.image_files import ClassInfo, ImageSource, RawImage
+from metabridge.decode_options import DecodeOptions
 from metabridge.errors import InputError
 from pictures import encoded, flat
 
@@ -95,7 +95,7 @@ def test_a_damaged_entry_is_decoded_again(folder, suffix, damage):
 def test_the_files_of_a_process_killed_while_decoding_are_not_used(folder):
     script = textwrap.dedent("""
         import os, signal
-        from metabridge.datasets.image_decoding import DecodeOptions
+        from metabridge.decode_options import DecodeOptions
         from metabridge.datasets.image_files import ClassInfo, RawImage, ImageSource
         from metabridge.datasets.image_cache import load_or_decode
         import numpy as np

@@ -9,8 +9,9 @@ import pytest
 from PIL import Image
 
 from metabridge.datasets import image_decoding as module
-from metabridge.datasets.image_decoding import DecodeOptions, Unreadable, decode, map_images, open_image
+from metabridge.datasets.image_decoding import Unreadable, decode, map_images, open_image
 from metabridge.datasets.image_files import ClassInfo, ImageSource, RawImage
+from metabridge.decode_options import DecodeOptions
 from pictures import encoded, flat, png16
 
 ORANGE = (255, 128, 0)

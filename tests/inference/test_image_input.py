@@ -8,7 +8,8 @@ from PIL import Image
 
 import metabridge as mb
 from metabridge import InputError
-from metabridge.datasets.image_decoding import DecodeOptions, Unreadable
+from metabridge.datasets.image_decoding import Unreadable
+from metabridge.decode_options import DecodeOptions
 from metabridge.inference.image_input import convert_images, decode_all, image_shape, model_decode_options
 
 

@@ -92,7 +92,7 @@ def test_options_change_the_solver_or_the_method():
         (lambda: Method("head", GD, training_head="task-rows"), "rows are trained jointly"),
         (
             lambda: Method("none", None, outer="plain", training_head="frozen", test_solver=GD),
-            "no inner solver adapts it",
+            "so nothing is trained, and test_solver is GradientDescent",
         ),
         (lambda: Method("head", Proximal(), outer="displacement"), "trains only adapted parameters"),
         (

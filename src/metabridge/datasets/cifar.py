@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from metabridge.datasets.image_decoding import DecodeOptions
 from metabridge.datasets.image_files import (
     ClassInfo,
     ImageSource,
@@ -41,6 +40,7 @@ from metabridge.datasets.image_files import (
 )
 from metabridge.datasets.safe_unpickle import unpickle
 from metabridge.datasets.splits import read_split_table
+from metabridge.decode_options import DecodeOptions
 from metabridge.errors import InputError
 
 DECODE_OPTIONS = DecodeOptions(size=32, channels=3)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from metabridge.datasets.image_decoding import DecodeOptions
 from metabridge.datasets.image_files import (
     IMAGE_SUFFIXES,
     ClassInfo,
@@ -29,6 +28,7 @@ from metabridge.datasets.image_files import (
     split_folders,
     walk_folders,
 )
+from metabridge.decode_options import DecodeOptions
 from metabridge.errors import InputError
 
 DECODE_OPTIONS = DecodeOptions(size=84, channels=3, crop=True)

@@ -31,7 +31,6 @@ from torch import Tensor
 
 from metabridge.datasets.image_decoding import (
     CHUNK_SIZE,
-    DecodeOptions,
     Unreadable,
     decode,
     decoding_executor,
@@ -49,6 +48,7 @@ from metabridge.datasets.image_files import (
     open_regular,
     reading_errors,
 )
+from metabridge.decode_options import DecodeOptions
 from metabridge.environments.image_tasks import LabeledImages
 from metabridge.errors import InputError
 from metabridge.files import atomic_writer

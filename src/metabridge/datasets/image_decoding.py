@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 from collections import deque
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metabridge.datasets.image_files import Content, ImageSource, RawImage, reading_errors
+from metabridge.decode_options import DecodeOptions
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -38,24 +40,6 @@ ORIENTATION, TILE_WIDTH, TILE_HEIGHT = 0x0112, 0x0142, 0x0143  # EXIF and TIFF t
 OUT_OF_MEMORY = ("decoder error -9", "out of memory when reading image file")  # Pillow's messages
 _memory_freed = threading.Condition()  # notified when an image has been converted
 _pixels_in_use = [0]  # total number of pixels of the images that are being converted
-
-
-@dataclass(frozen=True)
-class DecodeOptions:
-    """Options for decoding images.
-
-    Args:
-        size: Width and height of the result in pixels.
-        channels: Number of channels: 1 (gray) or 3 (RGB).
-        crop: Whether to crop each image to its largest central square before resizing it. If false, the whole image is
-            resized to a square, even if this changes its proportions.
-        invert: Whether to replace each value v by 255 - v, so that black strokes on white become 255 on 0.
-    """
-
-    size: int
-    channels: int
-    crop: bool = False
-    invert: bool = False
 
 
 @dataclass(frozen=True)
@@ -170,20 +154,48 @@ def decode(content: Content, options: DecodeOptions) -> NDArray[np.uint8]:
     >>> decode(np.full((40, 30, 3), 200, dtype=np.uint8), DecodeOptions(size=8, channels=1)).shape
     (1, 8, 8)
     """
+    image = open_image(content)
+    if (
+        options.crop and options.resize is None
+    ):  # likely a photograph, which a JPEG decoder reads faster at low resolution
+        image.draft(None, (4 * options.size, 4 * options.size))
+    image = _resize(to_8_bit(image, options.channels), options)
+    pixels = np.asarray(image).reshape(options.size, options.size, options.channels).transpose(2, 0, 1)
+    invert = _has_light_border(pixels) if options.invert == "auto" else options.invert
+    return np.ascontiguousarray(255 - pixels if invert else pixels)
+
+
+def _resize(image: Image, options: DecodeOptions) -> Image:
+    """Resize and crop an image to a square of `options.size` pixels."""
     from PIL.Image import Resampling
 
-    image = open_image(content)
-    if options.crop:  # likely a large photograph, which a JPEG decoder reads faster at reduced resolution
-        image.draft(None, (4 * options.size, 4 * options.size))
-    image = to_8_bit(image, options.channels)
-    width, height = image.size
-    if (width, height) != (options.size, options.size):
+    size, (width, height) = options.size, image.size
+    interpolation = Resampling[options.interpolation.upper()]
+    if options.resize is None:
+        if (width, height) == (size, size):
+            return image
         crop_size = min(width, height)
         left, top = (width - crop_size) // 2, (height - crop_size) // 2
         box = (left, top, left + crop_size, top + crop_size) if options.crop else None
-        image = image.resize((options.size, options.size), Resampling.LANCZOS, box)
-    pixels = np.asarray(image).reshape(options.size, options.size, options.channels).transpose(2, 0, 1)
-    return np.ascontiguousarray(255 - pixels if options.invert else pixels)
+        return image.resize((size, size), interpolation, box)
+    shorter = min(width, height)
+    if not options.crop:
+        width = height = options.resize
+    else:
+        width, height = (options.resize * side // shorter for side in (width, height))
+    if max(width, height) > MAX_WIDTH_OR_HEIGHT:
+        raise ValueError(f"its sides have the ratio {max(image.size) / shorter:.0f} : 1, which is too large to resize")
+    if (width, height) != image.size:
+        image = image.resize((width, height), interpolation)
+    offsets = [(side - size) / 2 for side in (width, height)]
+    left, top = (round(offset) if options.round_crop else math.floor(offset) for offset in offsets)
+    return image.crop((left, top, left + size, top + size))
+
+
+def _has_light_border(pixels: NDArray[np.uint8]) -> bool:
+    """Return whether most of the border of an image of shape (channels, height, width) is light."""
+    border = [pixels[:, 0], pixels[:, -1], pixels[:, :, 0], pixels[:, :, -1]]
+    return bool(np.median(np.concatenate(border, axis=None)) > 127)
 
 
 def map_images(

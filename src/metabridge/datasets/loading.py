@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from math import isqrt
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from metabridge.datasets import cifar, folder, mini_imagenet, omniglot, parquet, tiered_imagenet
 from metabridge.datasets.glyphs import load_glyphs
 from metabridge.datasets.image_cache import fingerprint, load_or_decode
-from metabridge.datasets.image_decoding import MAX_PIXELS, DecodeOptions
+from metabridge.datasets.image_decoding import MAX_PIXELS
 from metabridge.datasets.image_files import ImageSource, reading_error, reading_errors
+from metabridge.decode_options import DecodeOptions, as_decode_options
 from metabridge.environments.image_tasks import LabeledImages
 from metabridge.errors import InputError, check_count
 
@@ -68,6 +71,7 @@ def load(
     *,
     size: int | None = None,
     channels: int | None = None,
+    decode_options: DecodeOptions | Mapping[str, Any] | None = None,
     strict: bool = False,
     min_images: int | None = None,
     rotations: bool = False,
@@ -84,6 +88,8 @@ def load(
             folder.
         size: Width and height of the images in pixels. Default: the usual size of the data set.
         channels: 1 (gray) or 3 (RGB). Default: the usual number for the data set.
+        decode_options: How to decode the images, such as `net.decode_options` of a pretrained network, or a dictionary
+            of these options; not together with `size` and `channels`. Default: the usual options of the data set.
         strict: If an image is unreadable, or a class has no readable image, raise an error instead of skipping it.
         min_images: Omit classes with fewer images from all splits.
         rotations: Add each class of Omniglot rotated by 90°, 180° and 270° as three further classes.
@@ -105,17 +111,32 @@ def load(
     name, root = parse_name(name, root)
     if min_images is not None:
         check_count("min_images", min_images)
-    options = {"size": size, "channels": channels, "strict": strict, "rotations": rotations, "seed": seed}
+    if decode_options is not None:
+        if size is not None or channels is not None:
+            raise InputError("decode_options determines size and channels. Omit size and channels.")
+        decode_options = as_decode_options(decode_options)
+    options = {
+        "size": size,
+        "channels": channels,
+        "decode_options": None if decode_options is None else decode_options.to_json(),
+        "strict": strict,
+        "rotations": rotations,
+        "seed": seed,
+    }
     if name == "glyphs":
         _check_options(name, options, ("seed",))
         glyphs = _drop_small_classes(load_glyphs(seed=seed, cache=root), min_images)
         return _with_load_arguments(glyphs, name, root, options, min_images)
     reader = DATASETS[name]
-    _check_options(name, options, ("size", "channels", "strict", *reader.options))
+    _check_options(name, options, ("size", "channels", "decode_options", "strict", *reader.options))
     path = existing_path(name, root)
-    decode_options = override_options(reader.decode_options, size, channels)
+    if decode_options is None:
+        decode_options = override_options(reader.decode_options, size, channels)
     with reading_errors(path):
         key = fingerprint(reader.list_files(path), path if path.is_dir() else path.parent)
+    usual_options = override_options(reader.decode_options, decode_options.size, decode_options.channels)
+    if decode_options != usual_options:
+        key += f"-{zlib.crc32(json.dumps(decode_options.to_json()).encode()):08x}"
     cached = load_or_decode(name, key, decode_options, lambda: reader.open_source(path), path)
     images = cached.to_labeled_images(seed=seed, strict=strict, min_images=min_images)
     images = images.with_rotations() if rotations else images

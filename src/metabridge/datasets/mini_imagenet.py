@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metabridge.datasets import parquet
-from metabridge.datasets.image_decoding import DecodeOptions
 from metabridge.datasets.image_files import (
     ClassInfo,
     ImageSource,
@@ -32,6 +31,7 @@ from metabridge.datasets.image_files import (
     source_from_files,
 )
 from metabridge.datasets.safe_unpickle import unpickle
+from metabridge.decode_options import DecodeOptions
 from metabridge.errors import InputError
 
 DECODE_OPTIONS = DecodeOptions(size=84, channels=3)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import zipfile
 from pathlib import Path
 
-from metabridge.datasets.image_decoding import DecodeOptions
 from metabridge.datasets.image_files import (
     ClassInfo,
     ImageSource,
@@ -23,6 +22,7 @@ from metabridge.datasets.image_files import (
     read_image_file,
     source_from_files,
 )
+from metabridge.decode_options import DecodeOptions
 from metabridge.errors import InputError
 
 DECODE_OPTIONS = DecodeOptions(size=28, channels=1, invert=True)

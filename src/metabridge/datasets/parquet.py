@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from metabridge.datasets.image_decoding import DecodeOptions
 from metabridge.datasets.image_files import (
     SPLIT_NAMES,
     ClassInfo,
@@ -34,6 +33,7 @@ from metabridge.datasets.image_files import (
     reading_error,
     short_repr,
 )
+from metabridge.decode_options import DecodeOptions
 from metabridge.errors import InputError
 
 DECODE_OPTIONS = DecodeOptions(size=84, channels=3, crop=True)

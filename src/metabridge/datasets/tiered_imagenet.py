@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from metabridge.datasets.image_decoding import DecodeOptions
 from metabridge.datasets.image_files import (
     ClassInfo,
     Content,
@@ -38,6 +37,7 @@ from metabridge.datasets.image_files import (
 )
 from metabridge.datasets.safe_unpickle import unpickle
 from metabridge.datasets.splits import read_split_table
+from metabridge.decode_options import DecodeOptions
 from metabridge.errors import InputError
 
 DECODE_OPTIONS = DecodeOptions(size=84, channels=3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -17,7 +17,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_is_fitted, column_or_1d
 from torch import Tensor
 
-from metabridge.datasets.image_decoding import DecodeOptions
+from metabridge.decode_options import DecodeOptions
 from metabridge.device import as_device
 from metabridge.errors import PARSING_ERRORS, InputError
 from metabridge.files import make_folder
@@ -192,7 +192,7 @@ class FewShotClassifier(ClassifierMixin, BaseEstimator):  # type: ignore[misc]
         metadata = {
             "version": FORMAT_VERSION,
             "model": recipe | ({"pretrained": False} if "pretrained" in recipe else {}),  # the weights are in this file
-            "form": asdict(self.decode_options_),  # keys as in version 0.1.0
+            "form": self.decode_options_.to_json(),
             "classes": self.classes_.tolist(),
             # keys and class names as in version 0.1.0
             "head": None if head is None else {"kind": type(head).__name__, "normalise": head.normalize},

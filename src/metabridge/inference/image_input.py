@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from metabridge.datasets import DATASETS
-from metabridge.datasets.image_decoding import DecodeOptions, Unreadable, decode, map_images, to_8_bit
+from metabridge.datasets.image_decoding import Unreadable, decode, map_images, to_8_bit
 from metabridge.datasets.image_files import Content, ImageSource, RawImage, read_image_file
+from metabridge.decode_options import DecodeOptions
 from metabridge.errors import InputError
 from metabridge.models.network import Network
 
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
 def model_decode_options(model: Model) -> DecodeOptions:
     """Return the options for decoding the input images of a model.
 
-    The network determines the size and the channels. The training data set determines cropping and inversion; if it is
-    unknown, the options for folders of images are used.
+    A pretrained network determines all options (`Network.decode_options`). Any other network determines the size and
+    the channels, and its training data set determines cropping and inversion; if that is unknown, the options for
+    folders of images are used.
 
     Args:
         model: The trained model.
@@ -41,6 +43,8 @@ def model_decode_options(model: Model) -> DecodeOptions:
     >>> model_decode_options(Model(anil, net, parameters(anil, net)))
     DecodeOptions(size=28, channels=1, crop=True, invert=False)
     """
+    if model.net.decode_options is not None:
+        return model.net.decode_options
     channels, size = image_shape(model.net)
     # A run stores the arguments of `datasets.load` for its training images; the name may be "NAME:PATH".
     load_arguments = getattr(model, "settings", {}).get("tasks", {}).get("data") or {}
@@ -64,6 +68,8 @@ def image_shape(net: Network) -> tuple[int, int]:
     >>> image_shape(conv4(1, 28))
     (1, 28)
     """
+    if net.decode_options is not None:
+        return net.decode_options.channels, net.decode_options.size
     recipe: dict[str, Any] = net.recipe or {}
     for key in ("image_channels", "channels"):  # in a recipe with both, "channels" is the number of feature maps
         if key in recipe:

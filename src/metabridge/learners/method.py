@@ -36,7 +36,8 @@ class Method:
             parameters θ and the adapted ones θ' (Reptile; multiplied by the strength of a proximal solver), and "plain"
             is the gradient of the loss without an inner solve.
         training_head: The head during training: "learned", a shared initial head that is trained; "frozen", a shared
-            initial head that is not trained; "solved", solved on each support set; "task-rows", one row per training
+            initial head that is not trained (without an inner solver, nothing is trained at all, as in the preset
+            "frozen"); "solved", solved on each support set; "task-rows", one row per training
             class, where a task uses the rows of its classes (multi-task learning); "all-rows", one classifier over all
             training classes (the preset "rfs").
         split: Whether the loss of a task is computed on a query set, separate from its support set. If false, both
@@ -135,10 +136,11 @@ class Method:
                 f"training_head is {self.training_head!r}, whose rows are trained jointly. Use adapts='none', "
                 "inner=None."
             )
-        if self.training_head == "frozen" and self.inner is None:
+        if self.training_head == "frozen" and self.inner is None and not isinstance(self.test_solver, Head):
             raise InputError(
-                "training_head is 'frozen', but no inner solver adapts it. Use training_head='learned', or "
-                "adapts='head' with an inner solver."
+                "training_head is 'frozen' without an inner solver, so nothing is trained, and test_solver is "
+                f"{_name(self.test_solver)}. Set test_solver to a head such as LogisticRegression(), or use "
+                "training_head='learned', or adapts='head' with an inner solver."
             )
 
     def _check_test_solver(self) -> None:
@@ -159,6 +161,11 @@ class Method:
                 f"test_solver has rates={self.test_solver.rates!r}, but training uses rates={rates!r}. Use "
                 "rates='fixed' at test time, or the same rates in both."
             )
+
+    @property
+    def trains(self) -> bool:
+        """Whether the outer loop trains anything; if not, a head is fitted on fixed features at test time."""
+        return self.inner is not None or self.training_head != "frozen"
 
 
 def test_solver_types() -> tuple[type[Solver] | type[Head], ...]:
@@ -212,6 +219,8 @@ PRESETS: dict[str, Method] = {
     "nal": Method("none", None, outer="plain", split=False, test_solver=GradientDescent(steps=10, lr=0.01)),
     # Rethinking Few-Shot Image Classification (Tian et al. 2020)
     "rfs": Method("none", None, outer="plain", training_head="all-rows", split=False, test_solver=_LOGISTIC),
+    # no training at all: a head on the features of a pretrained network
+    "frozen": Method("none", None, outer="plain", training_head="frozen", split=False, test_solver=_LOGISTIC),
     "burer-monteiro": Method(
         "none",
         None,

@@ -82,6 +82,8 @@ def solver_params(params: Params) -> Params:
 
 def trained_names(method: Method, net: Network, params: Params) -> list[str]:
     """Return the names of the parameters that the outer loop trains."""
+    if not method.trains:
+        return []
     frozen, trains_head = frozen_names(net), method.training_head == "learned"
     return [name for name in params if name not in frozen and (trains_head or not name.startswith("head."))]
 

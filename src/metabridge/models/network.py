@@ -16,6 +16,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from metabridge.autodiff import inside_transform
+from metabridge.decode_options import DecodeOptions
 from metabridge.errors import InputError, check_count, describe
 from metabridge.models import task_folding
 from metabridge.models.batch_norm import BatchNorm, Statistics, group_count, replace_batch_norm, replace_layers
@@ -47,6 +48,7 @@ class Network(nn.Module):
     """
 
     recipe: dict[str, object] | None = None  # name and options of the builder; None if no builder built it
+    decode_options: DecodeOptions | None = None  # how image files become inputs; None if training determines it
 
     def __init__(self, features: nn.Module, head: nn.Linear) -> None:
         super().__init__()

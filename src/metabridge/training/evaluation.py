@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol, TypeVar
 
@@ -62,6 +63,19 @@ class Model:
     def model_name(self) -> str:
         """Name of the function that built the network, or of its class if it was not built by `metabridge.models`."""
         return network_name(self.net)
+
+    def to(self, device: torch.device) -> Model:
+        """Return the model on another device, in evaluation mode, as a copy that later training does not change.
+
+        Args:
+            device: A PyTorch device.
+
+        Returns:
+            The model.
+        """
+        net = deepcopy(self.net).to(device).eval()
+        params = {name: value.detach().to(device) for name, value in self.params.items()}
+        return replace(self, net=net, params=params)
 
     def predict(self, episodes: Episodes) -> Tensor:
         """Adapt to the support set of each task and predict its queries, in evaluation mode.

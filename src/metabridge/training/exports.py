@@ -7,6 +7,7 @@ from metabridge.training.fitting import fit, load
 from metabridge.training.image_training import train_on_images
 from metabridge.training.interleaved import train_interleaved
 from metabridge.training.learning_curve import Point
+from metabridge.training.load_model import load_model
 from metabridge.training.muon import Muon
 from metabridge.training.trainer import Run, Trainer
 
@@ -26,6 +27,7 @@ __all__ = [
     "evaluate",
     "fit",
     "load",
+    "load_model",
     "train_interleaved",
     "train_on_images",
 ]

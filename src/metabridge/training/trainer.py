@@ -201,6 +201,11 @@ class Trainer:
         # Parameters of the solver, such as learned step sizes, have no weight decay, which would shrink them.
         solver_names = solver_params(self.params).keys()
         trained_params = {name: value for name, value in self.params.items() if value.requires_grad}
+        if not self.method.trains:
+            raise InputError(
+                "method is frozen, which trains nothing. Evaluate or adapt the model without training it, or use "
+                "another method, such as mtl."
+            )
         if not trained_params:
             raise InputError(
                 "there is nothing to train: every parameter that this method trains has requires_grad=False. Unfreeze "
