@@ -385,7 +385,8 @@ def replace_tables(text: str) -> str:
 
 def pages() -> list[Path]:
     """Return the pages that can contain tables."""
-    return [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md"))]
+    cards = sorted((ROOT / "src").rglob("README.md"))  # of the built-in models
+    return [ROOT / "README.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").glob("*.md")), *cards]
 
 
 if __name__ == "__main__":

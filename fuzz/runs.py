@@ -28,14 +28,14 @@ from metabridge.experiments import ExperimentOptions
 from metabridge.experiments.training_records import TrainingRecord, config_dict
 from metabridge.files import LOCK_FILE, FolderLock
 from metabridge.inference import FewShotClassifier
-from metabridge.learners import method
+from metabridge.learners import method, parameters
 from metabridge.learners.method import PRESETS
 from metabridge.models import build, conv4, mlp
 from metabridge.models.architecture import EDGES, OPERATORS, random_architecture
 from metabridge.nas.proxies import ProxyScore
 from metabridge.nas.pruning import CandidateScores, SearchLog
 from metabridge.report.results import Machine, Result, Row
-from metabridge.training import checkpoint, fit, load
+from metabridge.training import Model, checkpoint, fit, from_pretrained, load, save_pretrained
 from metabridge.training.checkpoint import write_method
 from metabridge.training.config import ImageTrainingConfig, TrainingConfig
 from metabridge.training.head_selection import SplitAccuracy
@@ -222,6 +222,9 @@ MODELS: tuple[dict[str, Any], ...] = (  # too large, with an unsafe path, or inv
     {"model": "wide", "inputs": 10**9, "outputs": 1},
     {"model": "timm:../../x", "outputs": 5},
     {"model": "timm", "name": "hf-hub:x/y", "outputs": 5, "pretrained": True},
+    {"model": "hf", "name": "../../outside", "outputs": 5},
+    {"model": "os:getcwd"},
+    {"model": "function_network", "name": "os:getcwd"},
     {"model": "/dev/zero.json"},
     {"model": "../../outside/secret.json"},
     {"model": "nowhere.json"},
@@ -310,11 +313,49 @@ def use_adapted(folder: Path) -> object:
     return classifier.classes_, classifier.predict_proba(images), classifier.predict(images).tolist()
 
 
+def _model_folders(folder: Path) -> list[Files]:
+    """Return folders of models in the layout of the Hugging Face hub."""
+    folders = list[Files]()
+    for name, half in (("r2d2", False), ("frozen", True)):
+        lay_out(folder, {})
+        learner, net = method(name), conv4(1, 16, 2, filters=2, statistics="running")
+        save_pretrained(Model(learner, net, parameters(learner, net)), folder / "model", half=half)
+        folders.append({f"model/{file.name}": file.read_bytes() for file in sorted((folder / "model").iterdir())})
+    return folders
+
+
+def use_model_folder(folder: Path) -> object:
+    """Load a model in the layout of the Hugging Face hub, and compute the features of an image."""
+    model = from_pretrained(folder / "model")
+    return model.params, write_method(model.method), model.net.recipe, model.net.decode_options
+
+
 def lock_again(folder: Path) -> object:
     """Lock a folder that is already locked, and whose lock file names the holder."""
     with (folder / "run" / LOCK_FILE).open("rb") as lock_file:
         fcntl.flock(lock_file, fcntl.LOCK_EX)
         return FolderLock(folder / "run")
+
+
+def _hostile_model_folders(inputs: Sequence[Files]) -> list[Hostile]:
+    files = inputs[0]
+    content = files["model/config.json"]
+    assert isinstance(content, bytes)
+    config = json.loads(content)
+    changes: list[dict[str, Any]] = [
+        *({"model": model} for model in MODELS),
+        {"model": {"model": "function", "name": "os:system"}},
+        {"decode_options": {"size": 10**9, "channels": 3}},
+        {"decode_options": {"size": 16, "channels": 1, "invert": "x" * 10**6}},
+        {"method": {"solver": "os.system"}},
+        {"format_version": 10**400},
+    ]
+    texts = [*INVALID_TEXTS, *(json.dumps(config | change).encode() for change in changes)]
+    return [
+        *(Hostile({**files, "model/config.json": text}, "refused") for text in texts),
+        Hostile({**files, "model/config.json": Node("pipe")}, "refused"),
+        Hostile({**files, "model/model.safetensors": Link("/dev/zero")}, "refused"),
+    ]
 
 
 def _hostile_locks(inputs: Sequence[Files]) -> list[Hostile]:
@@ -507,6 +548,13 @@ RUN_READERS = (
         _adapted,
         _change_tensors("run/adapted.safetensors"),
         _hostile_tensors("run/adapted.safetensors"),
+    ),
+    Reader(
+        "model-folder",
+        (use_model_folder,),
+        _model_folders,
+        changer({".json": mutate.change_json, ".safetensors": mutate.change_safetensors}, 0.6, prefix="model/"),
+        _hostile_model_folders,
     ),
     Reader("search-log", (read_log,), _logs, changer(JSON, 0.7), _hostile_logs),
     Reader("folder-lock", (lock_again,), lambda folder: [], change_lock, _hostile_locks),

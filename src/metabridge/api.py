@@ -24,7 +24,18 @@ from metabridge.errors import InputError
 from metabridge.learners import Adapted, Engine, Method, adapt, meta_gradient, method, parameters, predict
 from metabridge.nas import Architecture, search
 from metabridge.solvers import task_loss
-from metabridge.training import Model, Run, Score, TrainingConfig, evaluate, fit, load, load_model
+from metabridge.training import (
+    Model,
+    Run,
+    Score,
+    TrainingConfig,
+    evaluate,
+    fit,
+    from_pretrained,
+    load,
+    load_model,
+    save_pretrained,
+)
 
 if TYPE_CHECKING:
     from metabridge import inference
@@ -51,6 +62,7 @@ __all__ = [
     "environments",
     "evaluate",
     "fit",
+    "from_pretrained",
     "heads",
     "inference",
     "kernels",
@@ -63,6 +75,7 @@ __all__ = [
     "nas",
     "parameters",
     "predict",
+    "save_pretrained",
     "schedules",
     "search",
     "solvers",

@@ -7,6 +7,9 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
+BUILTIN_MODELS = ("photos", "characters")  # trained models in the package
+DEFAULT_MODEL = "photos"
+BUILTIN_MODELS_FOLDER = Path(__file__).parent / "models" / "pretrained"
 _BUILDER = re.compile(r"^@stores_build_arguments\ndef (\w+)\(", re.MULTILINE)
 _REGISTERED_NAME = re.compile(r'^    name: ClassVar\[str\] = "([\w-]+)"$', re.MULTILINE)
 
@@ -24,11 +27,11 @@ def builder_modules() -> dict[str, str]:
 def model_names() -> list[str]:
     """Return the values that `--model` accepts. The path of an architecture file selects the builder `cell_network`.
 
-    >>> model_names()
-    ['conv4', 'mlp', 'resnet12', 'timm:NAME', 'wide', 'the path of an architecture.json from metabridge search']
+    >>> model_names()[:4]
+    ['conv4', 'hf:NAME', 'mlp', 'resnet12']
     """
-    names = ["timm:NAME" if name == "timm" else name for name in builder_modules() if name != "cell_network"]
-    return [*names, "the path of an architecture.json from metabridge search"]
+    names = [f"{name}:NAME" if name in ("hf", "timm") else name for name in builder_modules() if name != "cell_network"]
+    return [*names, "package.module:function", "the path of an architecture.json from metabridge search"]
 
 
 def head_names() -> list[str]:

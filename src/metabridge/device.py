@@ -10,10 +10,14 @@ from metabridge.errors import InputError
 def as_device(device: torch.device | str) -> torch.device:
     """Return `device` as a `torch.device`; raise an `InputError` if PyTorch cannot compute on it.
 
+    "auto" is the GPU if there is one, and otherwise the CPU.
+
     >>> as_device("gpu")
     Traceback (most recent call last):
     metabridge.errors.InputError: device is 'gpu', but must be a PyTorch device. Use device='cuda' or device='cpu'.
     """
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         parsed = torch.device(device)
         if parsed.type not in ("cpu", "cuda"):

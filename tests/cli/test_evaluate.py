@@ -15,7 +15,7 @@ def test_two_runs_are_reported_with_classes_calibration_and_paired_differences(m
         "evaluate", runs["mtl"], runs["anil"], "--shots", "1,2", *EVALUATE, "--json", file
     )
     assert (status, errors) == (0, "")
-    report = {(Path(entry["run"]).name, entry["shots"]): entry for entry in json.loads(file.read_text())}
+    report = {(Path(entry["model"]).name, entry["shots"]): entry for entry in json.loads(file.read_text())}
     assert set(report) == {("mtl", 1), ("mtl", 2), ("anil", 1), ("anil", 2)}
     for (name, shots), entry in report.items():
         assert entry["tasks"] == 10
@@ -42,7 +42,7 @@ def test_the_table_of_several_runs_has_a_column_of_differences_and_that_of_one_r
     )
     assert "Test split, 5-way, 10 tasks per number of shots" in one
     assert "difference" not in one
-    assert "difference from first run" in two
+    assert "difference from first model" in two
 
 
 def test_a_run_does_not_differ_from_itself_on_any_task(metabridge, runs, tmp_path):
@@ -156,7 +156,7 @@ def test_other_data_is_loaded_with_the_image_size_and_channels_of_the_run(metabr
     status, _, errors = metabridge(*command, "--data", "glyphs")
     assert status == 2
     assert (
-        "glyphs have 1 channel and 28×28 pixels, but the network of the run needs 3 channels and 16×16 pixels" in errors
+        "glyphs have 1 channel and 28×28 pixels, but the model needs 3 channels and 16×16 pixels" in errors
     )
 
 

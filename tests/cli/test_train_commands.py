@@ -10,7 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-from metabridge.training import image_training, load
+from metabridge.decode_options import DecodeOptions
+from metabridge.learners import method, parameters
+from metabridge.models import conv4
+from metabridge.training import Model, image_training, load
 from small_runs import EVALUATE, TRAIN
 
 
@@ -156,7 +159,8 @@ def test_omitted_options_have_the_defaults_of_the_method(metabridge, tmp_path):
         (["--method", "magic"], "--method is 'magic', but must be one of maml"),
         (
             ["--method", "anil", "--model", "vgg"],
-            "--model is 'vgg', but must be conv4, mlp, resnet12, timm:NAME, wide or the path of an architecture.json",
+            "--model is 'vgg', but must be conv4, hf:NAME, mlp, resnet12, timm:NAME, wide, "
+            "package.module:function or the path of an architecture.json",
         ),
         (["--method", "anil", "--option", "stepz=3"], "anil has no option 'stepz'. Its options are lr, rates, steps"),
         (["--method", "anil", "--option", "steps"], "--option is 'steps', but must be KEY=VALUE, such as steps=5."),
@@ -181,6 +185,24 @@ def test_omitted_options_have_the_defaults_of_the_method(metabridge, tmp_path):
         (["--method", "anil", "--option", "split=no"], "--option split is 'no', but must be true or false"),
         (["--method", "anil", "--option", "loss=5"], "--option loss is 5, but must be a function"),
         (["--method", "anil", "--model-option", "depth=3"], "conv4 has no option 'depth'."),
+        (
+            ["--model-option", "size=32"],
+            "--model-option size is 32, but this option of the model is set by --size. Use --size 32.",
+        ),
+        (
+            ["--model-option", "outputs=3"],
+            "--model-option outputs is 3, but this option of the model is set by --ways. Use --ways 3.",
+        ),
+        (
+            ["--model-option", "channels=3"],
+            "--model-option channels is 3, but the images determine it. Omit it.",
+        ),
+        (
+            ["--freeze", "features.0", "--freeze", "features.7"],
+            "--freeze is 'features.7', but the network has no such part. Use one of features.0, features.1,",
+        ),
+        (["--init", "absent"], "--init is absent, which is neither a folder nor the name of a model."),
+        (["--init", "absent", "--model", "mlp"], "--model is passed, but --init determines the network. Omit --model."),
         (
             ["--method", "anil", "--model-option", "filters=many"],
             "--model-option filters is 'many', but must be an integer",
@@ -313,3 +335,75 @@ def test_mtl_can_be_trained_with_soft_targets_and_a_teacher(metabridge, tmp_path
     assert status == 2
     assert "but only methods whose head covers all training classes, such as mtl and rfs, support it" in errors
     assert errors.endswith("Remove --smoothing.\n")
+
+
+META_TRAIN = ("train", "--device", "cpu", "--iterations", 2, "--validate-tasks", 4, "--queries", 2, "--batch-size", 2)
+
+
+def test_training_starts_from_a_run_and_continues_without_it(metabridge, runs, tmp_path):
+    source, out = tmp_path / "source", tmp_path / "run"
+    shutil.copytree(runs["mtl"], source)
+    command = (*META_TRAIN, "--method", "anil", "--ways", 3, "--init", source, "--out", out)
+    status, _, errors = metabridge(*command)
+    assert status == 0, errors
+    assert f"Initial weights from {source}: features; new: initial head." in errors
+    settings = json.loads((out / "settings.json").read_text())
+    assert (settings["model"]["filters"], settings["model"]["outputs"]) == (6, 3)
+    assert settings["model"]["statistics"] == "running"  # of the source, not the default of the method
+    assert settings["init"]["copied"] == ["features"]
+    assert metabridge("evaluate", out, "--shots", 1, *EVALUATE)[0] == 0
+    for other in (("--size", 32), ("--model-option", "filters=6"), ("--model", "conv4")):
+        status, _, errors = metabridge(*command, *other)
+        assert status == 2
+        assert errors.endswith(f"Omit {other[0]}.\n")
+    status, _, errors = metabridge(*command[:-4], "--init", runs["anil"], "--out", out)
+    assert status == 2
+    assert errors.startswith("metabridge train: --init is a model with other weights than those that the run in")
+    shutil.rmtree(source)
+    status, _, errors = metabridge(*command, "--iterations", 3)
+    assert status == 0, errors
+    assert "--init cannot be checked: " in errors
+    assert "Continuing the run at iteration 2 of 3." in errors
+    assert load(out).curve[-1].iteration == 3
+    assert json.loads((out / "settings.json").read_text())["init"] == settings["init"]
+    status, _, errors = metabridge(*command[:-2], "--out", tmp_path / "new")  # without a run, the source is needed
+    assert status == 2
+
+
+def test_a_run_from_a_network_with_decode_options_is_trained_and_evaluated_on_images_decoded_for_it(
+    metabridge, photographs, tmp_path, monkeypatch
+):
+    net, frozen = conv4(1, 16, 7, filters=4, statistics="running"), method("frozen")
+    net.decode_options = DecodeOptions(16, 1, crop=True, resize=20, interpolation="bicubic")
+    monkeypatch.setattr(
+        "metabridge.training.load_model", lambda name, device: Model(frozen, net, parameters(frozen, net))
+    )
+    out = tmp_path / "run"
+    command = (*META_TRAIN, "--data", photographs, "--ways", 3, "--shots", 1, "--init", "timm:fake", "--out", out)
+    status, _, errors = metabridge(*command, "--method", "mtl", "--freeze", "features.0")
+    assert status == 0, errors
+    assert "Initial weights from timm:fake: features; new: head rows of the training classes." in errors
+    monkeypatch.undo()
+    settings = json.loads((out / "settings.json").read_text())
+    assert settings["tasks"]["data"]["decode_options"] == net.decode_options.to_json()
+    assert settings["training"]["freeze"] == ["features.0"]
+    run = load(out)
+    assert run.net.decode_options == net.decode_options
+    assert all((run.params[name] == value).all() for name, value in net.named_parameters() if "features.0" in name)
+
+
+def test_a_run_that_stopped_early_says_how_to_continue(metabridge, tmp_path):
+    options = ("--lr", 1e-9, "--option", "lr=1e-9", "--validate-every", 1, "--out", tmp_path / "run")
+    command = (*TRAIN, "--method", "anil", *options, "--iterations", 5)
+    hint = "Stopped early at iteration 2 of 5, after 1 validation without a new best score. To continue, use "
+    for iterations in (5, 9):  # more iterations do not continue the run
+        status, _, errors = metabridge(*command, "--patience", 0, "--iterations", iterations)
+        assert status == 0, errors
+        assert hint.replace("of 5", f"of {iterations}") + "--patience 1 or more." in errors
+    status, _, errors = metabridge(*command, "--patience", 1)
+    assert status == 0, errors
+    assert "Continuing the run at iteration 2 of 5." in errors
+    assert load(tmp_path / "run").curve[-1].iteration == 3
+    status, _, errors = metabridge(*command)  # without early stopping
+    assert status == 0, errors
+    assert load(tmp_path / "run").curve[-1].iteration == 5

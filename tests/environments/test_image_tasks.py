@@ -342,3 +342,26 @@ def test_notebooks_show_a_table_of_the_tasks(data):
     assert f"<tr>{columns}</tr><tr>{cells}</tr></table>" in html
     assert "&lt;folder&gt;" in html
     assert "<folder>" not in html
+
+
+def test_unknown_images_are_uniform_over_the_classes_outside_of_the_task_and_over_their_images(data):
+    environment = data.tasks("train", ways=2, shots=1, queries=1)
+    classes = torch.tensor([[1, 4], [0, 9]])
+    images = environment.sample_unknown(classes, 40_000, seeded())
+    assert torch.equal(images, environment.sample_unknown(classes, 40_000, seeded()))
+    for task_images, task_classes in zip(images, classes):
+        unknown = [data.splits["train"][index] for index in range(10) if index not in task_classes.tolist()]
+        labels = data.labels[task_images]
+        assert set(labels.tolist()) == {int(label) for label in unknown}
+        for label in unknown:
+            class_images = (data.labels == label).nonzero().squeeze(1)
+            counts = torch.stack([(task_images == image).sum() for image in class_images]).double()
+            expected = 40_000 / 8 / len(class_images)
+            assert counts.sum() == pytest.approx(40_000 / 8, rel=0.05)
+            assert ((counts - expected).abs() < 5 * expected**0.5).all()
+
+
+def test_a_task_with_all_classes_has_no_unknown_images(data):
+    environment = data.tasks("test", ways=3, shots=1, queries=1)
+    with pytest.raises(InputError, match="ways is 3, but split 'test' has 3 classes, so no class is unknown"):
+        environment.sample_unknown(torch.tensor([[0, 1, 2]]), 5, seeded())

@@ -53,7 +53,7 @@ def test_paths_pillow_images_and_arrays_give_equal_predictions(run, support, que
         np.testing.assert_array_equal(FewShotClassifier(run).fit(images, support[1]).predict_proba(queries), expected)
 
 
-def test_predictions_equal_those_of_metabridge_adapt(run, support, query, fitted_classifier):
+def test_predictions_with_the_penalty_of_the_run_equal_those_of_metabridge_adapt(run, support, query):
     model = mb.load(run)
     x, queries = (
         torch.from_numpy(np.stack([np.asarray(Image.open(file)) for file in files])[:, None]).float() / 255
@@ -61,7 +61,8 @@ def test_predictions_equal_those_of_metabridge_adapt(run, support, query, fitted
     )
     labels = torch.from_numpy(np.unique(support[1], return_inverse=True)[1])
     outputs = mb.adapt(model.method, model.net, model.params, x, labels)(queries)
-    np.testing.assert_allclose(fitted_classifier.decision_function(query[0]), outputs, atol=1e-5)
+    classifier = FewShotClassifier(run, penalty=0.33).fit(*support)
+    np.testing.assert_allclose(classifier.decision_function(query[0]), outputs, atol=1e-5)
 
 
 def test_probabilities_sum_to_one_in_the_order_of_the_classes(fitted_classifier, support, query):
@@ -135,7 +136,14 @@ def test_dark_ink_is_inverted_for_a_run_that_was_trained_on_inverted_images(run,
 
 def test_a_classifier_is_a_scikit_learn_estimator(run, support, query):
     classifier = FewShotClassifier(run, head="ridge")
-    assert classifier.get_params() == {"run": run, "head": "ridge", "device": "cpu"}
+    assert classifier.get_params() == {
+        "model": run,
+        "head": "ridge",
+        "penalty": None,
+        "reject": None,
+        "weights": None,
+        "device": "auto",
+    }
     assert clone(classifier).get_params() == classifier.get_params()
     assert is_classifier(classifier)
     classifier.set_params(head="centroid").fit(*support)
@@ -170,7 +178,7 @@ def test_a_saved_model_predicts_the_same_without_its_run(run, support, query, tm
     loaded = FewShotClassifier.load(tmp_path / "adapted")
     np.testing.assert_array_equal(loaded.predict_proba(query[0]), classifier.predict_proba(query[0]))
     assert loaded.classes_.tolist() == classifier.classes_.tolist()
-    with pytest.raises(InputError, match="saved without its run"):
+    with pytest.raises(InputError, match="saved without its model"):
         loaded.fit(*support)
 
 
@@ -194,7 +202,7 @@ def test_a_saved_model_can_be_fitted_again_from_its_run(fitted_classifier, suppo
     assert loaded.head == "ridge"
 
 
-def test_accuracy_equals_that_of_evaluate(run, glyphs):
+def test_accuracy_with_the_penalty_of_the_run_equals_that_of_evaluate(run, glyphs):
     model, tasks = mb.load(run), glyphs.tasks("test", ways=5, shots=5, queries=5)
     episodes = tasks.sample(16, torch.Generator().manual_seed(0))
     scores = []
@@ -202,7 +210,7 @@ def test_accuracy_equals_that_of_evaluate(run, glyphs):
         x, queries = (
             (255 * images[task, :, 0]).round().byte().numpy() for images in (episodes.support_x, episodes.query_x)
         )
-        classifier = FewShotClassifier(model).fit(x, episodes.support_y[task].numpy())
+        classifier = FewShotClassifier(model, penalty=0.33).fit(x, episodes.support_y[task].numpy())
         scores.append(classifier.score(queries, episodes.query_y[task].numpy()))
     np.testing.assert_allclose(scores, evaluate(model, tasks, tasks=16).values)
 
@@ -218,11 +226,12 @@ def test_a_trained_head_needs_as_many_classes_as_in_training_and_a_fitted_head_a
 @pytest.mark.parametrize(
     ("X", "message"),
     [
-        ("image.png", r"X is 'image.png', but must be a list of images. For a single image, use \['image.png'\]"),
+        ("nowhere.png", r"nowhere.png cannot be read \(No such file or directory\)"),
         ([], "X is empty"),
         (["nowhere.png"], r"nowhere.png cannot be read \(No such file or directory\). Fix or remove it."),
         ([__file__], r"test_classifier.py cannot be read \(it is not an image that Pillow reads\)"),
-        (np.zeros((3, 784)), r"X\[0\] has shape \(784,\), but must have shape"),
+        ([np.zeros(784)], r"X\[0\] has shape \(784,\), but must have shape"),
+        (b"image.png", "X has type bytes, but must be a list of images or a single image"),
         (np.zeros((3, 1, 28, 28)), r"X\[0\] has shape \(1, 28, 28\), but must have shape"),
         (
             np.full((1, 28, 28), 255.0),
@@ -231,11 +240,11 @@ def test_a_trained_head_needs_as_many_classes_as_in_training_and_a_fitted_head_a
         (np.full((1, 28, 28), np.nan), "floating-point values must be from 0 to 1"),
         (np.zeros((1, 28, 28), dtype=int), r"X\[0\] has dtype int64, but must be uint8, or floating point"),
         ([3], r"X\[0\] has type int, but must be the path of an image"),
-        (Image.new("L", (28, 28)), r"X is a single Pillow image, but must be a list of images. .* use \[X\]"),
-        (3, "X has type int, but must be a list of images"),
+        (3, "X has type int, but must be a list of images or a single image"),
         (np.array(3), "X has type ndarray, but must be a list of images"),
-        (torch.zeros(28, 28), r"X\[0\] has type Tensor, but must be the path of an image"),
-        (np.zeros((28, 28, 3), np.uint8), r"looks like a single color image. Use X\[None\]"),
+        (torch.zeros(2, 3, 2, 28, 28), r"X has shape \(2, 3, 2, 28, 28\), but a tensor must have shape \(n, channels"),
+        (torch.zeros(2, 5, 28, 28), r"X\[0\] has shape \(5, 28, 28\), but a tensor must have shape"),
+        (torch.zeros(2, 28, 28).int(), r"X\[0\] has dtype int32, but must be uint8, or floating point"),
     ],
 )
 def test_an_input_that_is_not_an_image_is_an_error_that_names_it(fitted_classifier, X, message):
@@ -252,7 +261,7 @@ def test_wrong_labels_are_rejected(run, support):
         FewShotClassifier(run).fit(files[1:], labels)
     with pytest.raises(InputError, match="head is 'forest'"):
         FewShotClassifier(run, head="forest").fit(files, labels)
-    with pytest.raises(InputError, match="there is no run at nowhere"):
+    with pytest.raises(InputError, match="model is nowhere, which is neither a folder nor the name of a model"):
         FewShotClassifier("nowhere").fit(files, labels)
 
 
@@ -364,6 +373,17 @@ def rewrite(folder, change_metadata=lambda metadata: None, change_tensors=lambda
         lambda metadata: metadata["head"].pop("kind"),
         lambda metadata: metadata.update(head=None, classes=["a", "b"]),
         lambda metadata: metadata.update(arguments={"rum": 1}),
+        lambda metadata: metadata["arguments"].update(reject="often"),
+        lambda metadata: metadata.pop("temperature"),
+        lambda metadata: metadata.update(temperature=0),
+        lambda metadata: metadata.update(temperature=float("nan")),
+        lambda metadata: metadata.update(penalty="large"),
+        lambda metadata: metadata["support"].pop(),
+        lambda metadata: metadata.update(support=[3] * 20),
+        lambda metadata: metadata.update(support="x" * 20),
+        lambda metadata: metadata["methods"].pop(),
+        lambda metadata: metadata["methods"][0].pop("adapts"),
+        lambda metadata: metadata["methods"][1]["test"].update(solver="forest"),
     ],
 )
 def test_a_saved_model_with_invalid_metadata_is_damaged(fitted_classifier, tmp_path, change):
@@ -380,6 +400,12 @@ def test_a_saved_model_with_invalid_metadata_is_damaged(fitted_classifier, tmp_p
         ("head.weight", torch.zeros(1, 4, 1, dtype=torch.float64), "its head has the wrong shape or dtype"),
         ("params.features.0.0.weight", torch.zeros(2), "the network has 'features.0.0.weight' of shape"),
         ("head.bias", torch.full((1, 4), torch.nan), "the weight 'bias' contains NaN or infinite values"),
+        ("support.features", torch.zeros(20, 3), "an array of its support set has the wrong shape or dtype"),
+        ("support.features", torch.full((20, 32), torch.nan), "an array of its support set .* is not finite"),
+        ("support.digests", torch.zeros(20), "an array of its support set has the wrong shape or dtype"),
+        ("support.classes", torch.zeros(20).long(), "its support set does not have 4 classes"),
+        ("support.images", torch.zeros(20, 1, 9, 9).byte(), "an array of its support set has the wrong shape or dtype"),
+        ("initial.head.bias", torch.zeros(9), "the network has 'head.bias' of shape"),
     ],
 )
 def test_a_saved_model_with_invalid_tensors_is_rejected(fitted_classifier, tmp_path, name, value, message):

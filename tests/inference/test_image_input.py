@@ -10,7 +10,8 @@ import metabridge as mb
 from metabridge import InputError
 from metabridge.datasets.image_decoding import Unreadable
 from metabridge.decode_options import DecodeOptions
-from metabridge.inference.image_input import convert_images, decode_all, image_shape, model_decode_options
+from metabridge.inference.image_input import convert_images, read_images
+from metabridge.training.model_images import image_shape, model_decode_options
 
 
 @pytest.mark.parametrize(
@@ -46,10 +47,12 @@ def test_images_are_preprocessed_as_in_the_data_set_of_the_run(glyphs):
 
 
 def test_images_stay_in_order_and_unreadable_ones_have_a_reason(tmp_path):
-    contents = [np.full((4, 4), value, dtype=np.uint8) for value in range(200)]
-    contents[70] = b"no image"
-    results = decode_all(contents, DecodeOptions(size=2, channels=1))
+    images = [np.full((4, 4), value, dtype=np.uint8) for value in range(200)]
+    images[70] = tmp_path / "no image"
+    images[70].write_bytes(b"no image")
+    names, results = zip(*read_images(images, DecodeOptions(size=2, channels=1)))
     assert results[70] == Unreadable("it is not an image that Pillow reads")
+    assert (names[69], names[70]) == ("X[69]", str(images[70]))
     assert [int(image.max()) for index, image in enumerate(results) if index != 70] == [*range(70), *range(71, 200)]
 
 

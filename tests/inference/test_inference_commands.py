@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
+from PIL import Image, ImageOps
 
 from metabridge import FewShotClassifier
 from metabridge.training.checkpoint import RunFolder
@@ -33,12 +34,14 @@ def test_adapt_writes_what_the_classifier_predicts_and_prints_the_accuracy(
     )
     assert (status, errors) == (0, "")
     rows, classifier = rows_of(file), FewShotClassifier(run).fit(*support)
-    assert list(rows[0]) == ["path", "prediction", "probability", *classifier.classes_]
+    assert list(rows[0]) == ["path", "prediction", "probability", "nearest", *classifier.classes_]
     assert [row["path"] for row in rows] == [str(path) for path in query[0]]
     assert [row["prediction"] for row in rows] == classifier.predict(query[0]).tolist()
     probabilities = classifier.predict_proba(query[0])
     np.testing.assert_allclose([[float(row[name]) for name in classifier.classes_] for row in rows], probabilities)
     np.testing.assert_allclose([float(row["probability"]) for row in rows], probabilities.max(1))
+    nearest = classifier.predict_details(query[0]).nearest
+    assert [row["nearest"] for row in rows] == [str(support[0][index]) for index in nearest]
     num_correct = sum(row["prediction"] == label for row, label in zip(rows, query[1]))
     # there are 24 query images: 6 images of each of 4 classes
     assert f"Accuracy {100 * num_correct / 24:.1f} %: {num_correct} of 24 images" in printed
@@ -124,7 +127,7 @@ def broken_folders(folders, tmp_path):
     ("support", "query", "message"),
     [
         ("nowhere", "good", "--support is {}/nowhere, which does not exist. Pass a folder of images."),
-        ("good", "loose/1.png", "--query is {}/loose/1.png, which is not a folder."),
+        ("good", "nowhere", "--query is {}/nowhere, which does not exist. Pass a folder of images, or image files."),
         (
             "void",
             "good",
@@ -246,3 +249,136 @@ def test_predictions_go_to_standard_output_and_nothing_else_does(metabridge_on_c
     assert printed == (tmp_path / "predictions.csv").read_text()
     assert "4 classes: " in errors
     assert "Accuracy " in errors
+
+
+@pytest.fixture
+def strangers(folders, glyphs, tmp_path):
+    """Return a folder with the query images of two classes, and images of two other characters."""
+    root = tmp_path / "mixed"
+    for name in ("character 0", "character 1"):
+        shutil.copytree(folders / "query" / name, root / name)
+    for number, label in enumerate(glyphs.splits["test"].tolist()[7:9]):
+        (root / f"stranger {number}").mkdir()
+        for index, image in enumerate(glyphs.images[glyphs.labels == label, 0].numpy()[:8]):
+            Image.fromarray(image).save(root / f"stranger {number}" / f"{index}.png")
+    return root
+
+
+def test_reject_writes_outlier_scores_and_prints_the_rates_of_rejected_images(
+    metabridge_on_cpu, run, folders, support, strangers, tmp_path
+):
+    out = tmp_path / "predictions.csv"
+    arguments = ("--query", strangers, "--out", out)
+    status, printed, errors = metabridge_on_cpu(
+        "adapt", run, "--support", folders / "support", "--reject", 0.2, "--save", tmp_path / "adapted", *arguments
+    )
+    assert (status, errors) == (0, "")
+    rows, classifier = rows_of(out), FewShotClassifier(run, reject=0.2).fit(*support)
+    assert list(rows[0])[:6] == ["path", "prediction", "probability", "outlier_score", "rejected", "nearest"]
+    paths = [row["path"] for row in rows]
+    assert [row["prediction"] for row in rows] == classifier.predict(paths).tolist()
+    np.testing.assert_allclose([float(row["outlier_score"]) for row in rows], classifier.outlier_score(paths))
+    rejected = np.array([row["rejected"] == "True" for row in rows])
+    assert [row["prediction"] == "none of these" for row in rows] == rejected.tolist()
+    is_stranger = np.array(["stranger" in path for path in paths])
+    known, unknown = int(rejected[~is_stranger].sum()), int(rejected[is_stranger].sum())
+    assert f"Rejected {100 * known / 12:.1f} %: {known} of 12 images in class folders." in printed
+    assert f"Rejected {100 * unknown / 16:.1f} %: {unknown} of 16 images in other folders." in printed
+    assert f"above {classifier.threshold_:.4g} are predicted as 'none of these'" in printed
+    # the last row of the confusion matrix counts the images in other folders
+    assert [line.split()[-1] for line in printed.splitlines() if "none of these  " in line] == [str(unknown)]
+    # the saved model rejects as before, and with another rate on request
+    content = out.read_bytes()
+    assert metabridge_on_cpu("predict", tmp_path / "adapted", *arguments)[0] == 0
+    assert out.read_bytes() == content
+    assert metabridge_on_cpu("predict", tmp_path / "adapted", *arguments, "--reject", 0.9)[0] == 0
+    assert sum(row["rejected"] == "True" for row in rows_of(out)) > rejected.sum()
+
+
+def test_without_reject_images_in_other_folders_are_not_counted(metabridge_on_cpu, run, folders, strangers, tmp_path):
+    out = tmp_path / "predictions.csv"
+    status, printed, _ = metabridge_on_cpu(
+        "adapt", run, "--support", folders / "support", "--query", strangers, "--out", out
+    )
+    assert status == 0
+    assert " of 12 images in class folders" in printed
+    assert "Rejected" not in printed
+    assert len(rows_of(out)) == 28
+
+
+def test_the_confusion_matrix_is_printed_and_drawn_next_to_the_predictions(
+    metabridge_on_cpu, run, folders, support, query, tmp_path
+):
+    arguments = ("adapt", run, "--support", folders / "support", "--query", folders / "query", "--out")
+    _, printed, _ = metabridge_on_cpu(*arguments, tmp_path / "new.csv")
+    confusion = FewShotClassifier(run).fit(*support).confusion(*query)
+    assert str(confusion) in printed
+    for pair in confusion.most_confused(5):
+        assert f"of '{pair.true}' predicted as '{pair.predicted}'" in printed
+    assert Image.open(tmp_path / "new-confusion.png").format == "PNG"
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["new-confusion.png", "new.csv"]
+    _, printed, errors = metabridge_on_cpu(*arguments, "-")
+    assert str(confusion) in errors
+    assert "true class" not in printed
+
+
+@pytest.mark.parametrize("arguments", [["--out", "predictions.jsonl"], ["--out", "text", "--format", "json"]])
+def test_json_lines_have_the_values_of_the_csv_file(metabridge_on_cpu, run, folders, tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    adapt = ("adapt", run, "--support", folders / "support", "--query", folders / "query", "--reject", 0.1)
+    assert metabridge_on_cpu(*adapt, *arguments)[0] == 0
+    assert metabridge_on_cpu(*adapt, "--out", "predictions.csv")[0] == 0
+    objects = [json.loads(line) for line in (tmp_path / arguments[1]).read_text().splitlines()]
+    rows = rows_of(tmp_path / "predictions.csv")
+    flat = [{key: value for key, value in entry.items() if key != "probabilities"} for entry in objects]
+    flat = [row | entry["probabilities"] for row, entry in zip(flat, objects)]
+    assert [{key: str(value) for key, value in row.items()} for row in flat] == rows
+    assert {type(entry["rejected"]) for entry in objects} == {bool}
+
+
+def test_format_csv_overrides_the_suffix_and_dash_accepts_json(metabridge_on_cpu, run, folders, query, tmp_path):
+    adapt = ("adapt", run, "--support", folders / "support", "--query", query[0][0], "--query", query[0][7])
+    assert metabridge_on_cpu(*adapt, "--out", tmp_path / "a.jsonl", "--format", "csv")[0] == 0
+    assert [row["path"] for row in rows_of(tmp_path / "a.jsonl")] == [str(query[0][0]), str(query[0][7])]
+    status, printed, _ = metabridge_on_cpu(*adapt, "--out", "-", "--format", "json")
+    assert status == 0
+    assert [json.loads(line)["path"] for line in printed.splitlines()] == [str(query[0][0]), str(query[0][7])]
+
+
+def test_single_files_need_no_suffix(metabridge_on_cpu, run, folders, query, tmp_path):
+    file = shutil.copy(query[0][0], tmp_path / "image")
+    arguments = ("--query", file, "--out", tmp_path / "predictions.csv")
+    status, printed, _ = metabridge_on_cpu("adapt", run, "--support", folders / "support", *arguments)
+    assert status == 0
+    assert "Accuracy" not in printed
+    assert [row["path"] for row in rows_of(tmp_path / "predictions.csv")] == [str(file)]
+
+
+def test_dark_ink_of_query_files_is_inverted_once(run, folders, metabridge_on_cpu, tmp_path):
+    settings = json.loads((run / "settings.json").read_text())
+    settings["tasks"]["data"] = {"name": "omniglot:data/omniglot"}
+    folder = shutil.copytree(run, tmp_path / "run")
+    (folder / "settings.json").write_text(json.dumps(settings))
+    for part in ("support", "query"):
+        for file in (folders / part).rglob("*.png"):
+            target = tmp_path / file.relative_to(folders)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            ImageOps.invert(Image.open(file)).save(target)
+    arguments = ("--out", tmp_path / "predictions.csv")
+    metabridge_on_cpu("adapt", run, "--support", folders / "support", "--query", folders / "query", *arguments)
+    expected = [row["prediction"] for row in rows_of(tmp_path / "predictions.csv")]
+    metabridge_on_cpu("adapt", folder, "--support", tmp_path / "support", "--query", tmp_path / "query", *arguments)
+    assert [row["prediction"] for row in rows_of(tmp_path / "predictions.csv")] == expected
+
+
+def test_a_penalty_needs_a_head_that_has_one(metabridge_on_cpu, run, anil, folders, support, query, tmp_path):
+    arguments = ("--support", folders / "support", "--query", folders / "query", "--out", tmp_path / "predictions.csv")
+    assert metabridge_on_cpu("adapt", anil, "--head", "ridge", "--penalty", 3, *arguments)[0] == 0
+    probabilities = [float(row["probability"]) for row in rows_of(tmp_path / "predictions.csv")]
+    classifier = FewShotClassifier(anil, head="ridge", penalty=3).fit(*support)
+    assert classifier.penalty_ == 3
+    with pytest.warns(UserWarning, match="depends on the other images"):
+        np.testing.assert_allclose(probabilities, classifier.predict_proba(query[0]).max(1))
+    status, _, errors = metabridge_on_cpu("adapt", anil, "--penalty", 3, *arguments)
+    assert status == 2
+    assert "penalty is 3.0, but the method of this model fits no test-time head. Choose one" in errors

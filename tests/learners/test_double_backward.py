@@ -9,10 +9,12 @@ from torch.backends import cuda
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
 
+from backbones import library, small_transformer
 from cases import CLASSES, CONVERGED_PROXIMAL, WAYS, flattened, unusual_episodes, unusual_net
 from metabridge import Engine, InputError, meta_gradient, method, parameters
+from metabridge.episodes import Episodes
 from metabridge.learners.double_backward import second_derivatives
-from metabridge.models import Network
+from metabridge.models import Network, hf
 
 
 def enabled_backends():
@@ -76,3 +78,46 @@ def test_a_layer_without_second_derivative_raises_an_error_in_second_order_metho
     for mode in ("loop", "workers", "vectorized"):
         with pytest.raises(InputError, match=r"cannot be differentiated twice.*first-order"):
             meta_gradient(method("maml"), net, parameters(method("maml"), net), episodes, mode=mode)
+
+
+def timm_transformer() -> Network:
+    library("timm")
+    from timm.models.vision_transformer import VisionTransformer
+
+    features = VisionTransformer(img_size=16, patch_size=8, embed_dim=16, depth=2, num_heads=2, num_classes=0)
+    return Network.around(features, torch.zeros(2, 3, 16, 16), WAYS)
+
+
+def transformers_model(model_type: str, attention: str) -> Network:
+    library("transformers")
+    config = small_transformer(model_type, image_size=16, patch_size=8)
+    net = hf("any", size=16, outputs=WAYS, config=config, mean=[0.5], std=[0.5])
+    net.features[1].model.set_attn_implementation(attention)
+    return net
+
+
+VISION_TRANSFORMERS = {
+    "timm": timm_transformer,
+    "dinov2": lambda: transformers_model("dinov2", "sdpa"),
+    "vit, eager": lambda: transformers_model("vit", "eager"),
+}
+
+
+@pytest.mark.parametrize("mode", ["loop", "vectorized"])
+@pytest.mark.parametrize("name", VISION_TRANSFORMERS)
+def test_second_order_maml_through_vision_transformers_matches_finite_differences(name, mode):
+    torch.manual_seed(0)
+    net, learner = VISION_TRANSFORMERS[name]().double(), method("maml", lr=0.02, steps=2)
+    support_x, query_x = torch.rand(2, 2, 2 * WAYS, 3, 16, 16, dtype=torch.float64)
+    labels = (torch.arange(2 * WAYS) % WAYS).expand(2, -1).clone()
+    episodes, params = Episodes(support_x, labels, query_x, labels), parameters(learner, net)
+    engine = Engine(learner, net, mode=mode)
+    gradients = engine(params, episodes).gradients
+    norm = flattened(gradients).norm()
+    loss_after, loss_before = (
+        float(engine({n: v.detach() + sign * 1e-6 * gradients[n] / norm for n, v in params.items()}, episodes).loss)
+        for sign in (1, -1)
+    )
+    assert float(norm) == pytest.approx((loss_after - loss_before) / 2e-6, rel=1e-4)
+    first_order = meta_gradient(method("fo-maml", lr=0.02, steps=2), net, params, episodes).gradients
+    assert (flattened(first_order) - flattened(gradients)).norm() > 1e-2 * norm  # the second order matters

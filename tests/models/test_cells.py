@@ -10,12 +10,12 @@ from torch.nn import functional as F
 
 from cases import relative_error
 from metabridge import InputError
-from metabridge.inference.image_input import image_shape
 from metabridge.kernels.empirical import EmpiricalKernel
 from metabridge.models import BatchNorm, DropPath, Network, build, cell_triton_layers, cells, fused_layers, mlp
 from metabridge.models.cells import Cells, cell_network, set_active_operators, supernet
 from metabridge.nas import OPERATORS, ActiveOperators, Architecture, random_architecture
 from metabridge.training import load
+from metabridge.training.model_images import image_shape
 
 NORMAL_CELL = (
     ((0, "sep_conv_3x3"), (1, "skip")),

@@ -113,22 +113,26 @@ def test_build_with_a_name_gives_the_network_of_the_builder(name, options, build
         (
             "conv5",
             {},
-            "model is 'conv5', but must be conv4, mlp, resnet12, timm:NAME, wide or the path of an "
-            "architecture.json from metabridge search.",
+            "model is 'conv5', but must be conv4, hf:NAME, mlp, resnet12, timm:NAME, wide, "
+            "package.module:function or the path of an architecture.json from metabridge search.",
         ),
         (
             "timm",
             {},
-            "model is 'timm', but must be conv4, mlp, resnet12, timm:NAME, wide or the path of an "
-            "architecture.json from metabridge search.",
+            "model is 'timm', but must be conv4, hf:NAME, mlp, resnet12, timm:NAME, wide, "
+            "package.module:function or the path of an architecture.json from metabridge search.",
         ),
         (
             "timm:",
             {},
-            "model is 'timm:', but must be conv4, mlp, resnet12, timm:NAME, wide or the path of an "
-            "architecture.json from metabridge search.",
+            "model is 'timm:', but must be conv4, hf:NAME, mlp, resnet12, timm:NAME, wide, "
+            "package.module:function or the path of an architecture.json from metabridge search.",
         ),
-        ("conv4:wide", {}, "model is 'conv4:wide', but must be conv4, mlp, resnet12, timm:NAME, wide or the path"),
+        (
+            "conv4:wide",
+            {},
+            "model is 'conv4:wide', but must be conv4, hf:NAME, mlp, resnet12, timm:NAME, wide, package",
+        ),
         (
             "conv4",
             {"depth": 5},

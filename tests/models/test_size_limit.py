@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import resource
 import threading
 
 import pytest
 import torch
 from torch import nn
 
+from backbones import library, small_transformer
 from metabridge import InputError
-from metabridge.models import build
+from metabridge.models import build, rebuild
 from metabridge.models.size_limit import SizeLimit
 from metabridge.nas import random_architecture
 
@@ -54,3 +56,29 @@ def test_a_limit_applies_only_to_the_thread_that_sets_it():
         thread.start()
         thread.join()
     assert len(built) == 1
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"model": "timm", "name": "test_vit", "size": 7071},
+        {"model": "timm", "name": "vit_giant_patch14_dinov2"},
+        {"model": "hf", "name": "x", "size": 28, "config": small_transformer("vit", hidden_size=2**14)},
+        {"model": "hf", "name": "x", "size": 28, "config": small_transformer("vit", num_hidden_layers=2**18)},
+        {"model": "hf", "name": "x", "size": 28, "config": small_transformer("dinov2", image_size=2**18)},
+    ],
+    ids=lambda recipe: f"{recipe['model']}-{recipe.get('config', recipe).get('model_type', recipe['name'])}",
+)
+def test_a_recipe_of_a_pretrained_model_that_is_too_large_raises_an_error(recipe):
+    library({"timm": "timm", "hf": "transformers"}[recipe["model"]])
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with SizeLimit(values=2**20, tensors=1000), pytest.raises(InputError, match="too large to build"):
+        rebuild(recipe)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
+
+
+def test_sources_of_weights_in_a_recipe_from_a_file_are_ignored(tmp_path):
+    library("timm")
+    recipe = {"model": "timm", "name": "test_resnet", "size": 32, "outputs": 5}
+    for sources in ({"weights": str(tmp_path / "missing")}, {"weights": "/dev/zero"}, {"pretrained": True}):
+        assert rebuild(recipe | sources | {"download": True}).recipe["weights"] is None

@@ -12,7 +12,7 @@ from matplotlib.colors import to_rgb
 from metabridge.experiments import ExperimentOptions
 from metabridge.experiments.glyph_methods import EXPERIMENT, SETTINGS
 from metabridge.report import demo_page, figures, task_pictures
-from metabridge.training import Score
+from metabridge.training import Score, load_model
 
 
 @pytest.fixture
@@ -21,7 +21,8 @@ def outcome(tiny):
 
 
 def write(outcome, folder):
-    return demo_page.write(folder, outcome.result, *outcome.data)
+    score = Score.of(torch.tensor([0.9, 1.0]))
+    return demo_page.write(folder, outcome.result, *outcome.data, builtin=load_model("characters"), builtin_score=score)
 
 
 class Table(HTMLParser):
@@ -49,8 +50,8 @@ class Table(HTMLParser):
 def test_the_page_contains_its_pictures_and_loads_no_files(outcome, tmp_path):
     html = write(outcome, tmp_path).read_text()
     sources = re.findall(r'(?:src|srcset|href)="([^"]*)"', html)
-    # For each of two themes: two learning curves, the accuracies, and the tasks of each method.
-    assert len(sources) == 2 * (3 + len(outcome.data.runs))
+    # For each of two themes: two learning curves, the accuracies, the built-in model's tasks and those of each method.
+    assert len(sources) == 2 * (4 + len(outcome.data.runs))
     for source in sources:
         assert base64.b64decode(source.removeprefix("data:image/png;base64,"), validate=True).startswith(b"\x89PNG")
     assert "url(" not in html
@@ -75,7 +76,7 @@ def test_the_pictures_are_in_the_folder_of_the_page(outcome, tmp_path):
         "accuracies.png",
         "learning-curves-iterations.png",
         "learning-curves-seconds.png",
-        *(f"tasks-{name}.png" for name in outcome.data.runs),
+        *(f"tasks-{name}.png" for name in ("built-in", *outcome.data.runs)),
     }
 
 
@@ -83,6 +84,12 @@ def test_the_page_says_how_to_run_it_again(outcome, tmp_path):
     html = write(outcome, tmp_path).read_text()
     assert "metabridge reproduce glyphs --scale quick --seed 0" in html
     assert outcome.result.environment.device in html
+
+
+def test_the_page_shows_the_built_in_model_and_how_to_use_it(outcome, tmp_path):
+    html = write(outcome, tmp_path).read_text()
+    assert "<strong>95.0 ± 63.5 %</strong>" in html
+    assert "metabridge adapt --model characters --support labeled --query unlabeled" in html
 
 
 def test_frames_are_green_if_and_only_if_the_prediction_is_correct(outcome):

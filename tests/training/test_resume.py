@@ -262,7 +262,6 @@ def test_a_failed_write_keeps_the_old_file_and_the_run_can_be_resumed(
         ({"weight_decay": 0.1}, "training.weight_decay was 0.0 and is now 0.1"),
         ({"schedule": Cosine()}, "training.schedule.name was constant and is now cosine"),
         ({"augment": Augment()}, "training.augment was None and is now {'padding': 8"),
-        ({"patience": 3}, "training.patience was None and is now 3"),
         ({"validate_every": 5}, "training.validate_every was 4 and is now 5"),
         ({"validate_tasks": 7}, "training.validate_tasks was 6 and is now 7"),
         ({"precision": "bfloat16"}, "training.precision was float32 and is now bfloat16"),

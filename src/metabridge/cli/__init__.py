@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from typing import Any, NoReturn, cast
+from typing import NoReturn
 
 import typer
 
-from metabridge.choices import alternatives
 from metabridge.cli import (  # noqa: F401  # importing these modules registers their commands
     data_commands,
     diagnose_command,
@@ -20,12 +19,11 @@ from metabridge.cli import (  # noqa: F401  # importing these modules registers 
 )
 from metabridge.cli.options import app
 from metabridge.cli.terminal import print_stderr, terminal_output
+from metabridge.cli.usage_errors import UsageError, usage_message
 from metabridge.errors import InputError
 
 __all__ = ["app", "main"]
 
-# Base class of typer's usage errors, which typer does not export.
-UsageError = cast("type[typer.BadParameter]", typer.BadParameter.__bases__[0])
 INTERRUPTED_STATUS = 130  # exit status after Ctrl+C
 
 
@@ -37,7 +35,7 @@ def main() -> None:
     except InputError as error:
         _exit_with_error(_with_option_names(str(error)), 2)
     except UsageError as error:
-        _exit_with_error(_usage_message(error), 2)
+        _exit_with_error(usage_message(error), 2)
     except (KeyboardInterrupt, typer.Abort):
         status = INTERRUPTED_STATUS
     except OSError as error:
@@ -59,21 +57,6 @@ def _is_resumable(words: list[str]) -> bool:
     if words[:1] == ["reproduce"]:
         return any(load_experiment(word).resumable for word in words if word in experiment_modules())
     return words[:1] in (["train"], ["search"])
-
-
-def _usage_message(error: typer.BadParameter) -> str:
-    """Return the message of a usage error; for an invalid value, the option, the value and what is valid."""
-    param: Any = error.param if isinstance(error, typer.BadParameter) else None
-    validation_error: Any = error.__cause__
-    if param is None or not hasattr(validation_error, "errors"):
-        return error.format_message()
-    value = validation_error.errors()[0]["input"]
-    if choices := param.type_descriptor.choices:
-        return f"{param.opts[0]} is {value}, but must be {alternatives(map(str, choices))}."
-    number = "an integer" if param.type_descriptor.annotation is int else "a number"
-    at_least = "" if param.min is None else f" of at least {param.min}"
-    bounds = at_least if param.max is None else f" from {param.min} to {param.max}"
-    return f"{param.opts[0]} is {value}, but must be {number}{bounds}."
 
 
 def _with_option_names(message: str) -> str:

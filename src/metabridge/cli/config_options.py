@@ -38,9 +38,15 @@ OPTION_TYPES: dict[str, Any] = {
     "Schedule": str,
     "Augment | bool": bool,
     "Mapping[str, object]": list[str],
+    "tuple[str, ...]": list[str],
 }
 # Name of the option's value in the help, for each field annotation.
-METAVARS = {"Mapping[str, object]": "KEY=VALUE", "Schedule": "|".join(SCHEDULES), "str": "NAME"}
+METAVARS = {
+    "Mapping[str, object]": "KEY=VALUE",
+    "tuple[str, ...]": "NAME",
+    "Schedule": "|".join(SCHEDULES),
+    "str": "NAME",
+}
 # Class of the nested configuration, whose fields also become options, for each field annotation.
 NESTED: dict[str, Any] = {"SoftTargets": SoftTargets}
 
@@ -63,6 +69,7 @@ def parse_key_values(texts: list[str], flag: str) -> dict[str, Any]:
 PARSERS: dict[str, Callable[[Any, str], Any]] = {
     "Mapping[str, object]": parse_key_values,
     "Schedule": lambda name, flag: schedule(name),
+    "tuple[str, ...]": lambda names, flag: tuple(names),
 }
 
 

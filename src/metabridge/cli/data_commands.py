@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from metabridge.cli.help_format import App
+from metabridge.cli.json_output import JsonOption, JsonOutput, versions
 from metabridge.cli.options import QueriesOption, ShotsOption, app, at_most
 from metabridge.cli.terminal import print_stdout, print_table
 from metabridge.errors import MAX_COUNT, InputError
@@ -47,6 +48,7 @@ def check(
     strict: Annotated[
         bool, typer.Option("--strict", help="Exit with status 2 instead of 1 if there are problems.")
     ] = False,
+    json_file: JsonOption = None,
 ) -> None:
     """Read every image of a data set, and report its splits and any problems.
 
@@ -65,10 +67,32 @@ def check(
         format_name, path = prefix, path_after_prefix
     if format_name is not None and format_name not in DATASETS:
         raise InputError(f"--format is '{format_name}', but must be one of {', '.join(DATASETS)}.")
+    output = JsonOutput(json_file)
     report = check_dataset(path, data=format_name, ways=ways, shots=shots, queries=queries)
-    _print_report(report, f"{ways}-way {shots}-shot tasks")
+    if not output.is_stdout:
+        _print_report(report, f"{ways}-way {shots}-shot tasks")
+    tasks = {"ways": ways, "shots": shots, "queries": queries}
+    output.write(_json_report(report) | {"tasks": tasks, "versions": versions()})
     if not report.fine:
         raise typer.Exit(2 if strict else 1)
+
+
+def _json_report(report: DatasetReport) -> dict[str, object]:
+    """Return a report with JSON types."""
+    return {
+        "data": report.data,
+        "description": report.description,
+        "fine": report.fine,
+        "splits": [split._asdict() for split in report.splits],
+        "sizes": [
+            {"width": width, "height": height, "images": count} for (width, height), count in report.sizes.items()
+        ],
+        "modes": report.modes,
+        "unreadable": [{"image": name, "reason": reason} for name, reason in report.unreadable],
+        "duplicates": [[{"split": split, "image": name} for split, name in group] for group in report.duplicates],
+        "empty_classes": report.empty_classes,
+        "notes": report.notes,
+    }
 
 
 def _print_report(report: DatasetReport, tasks_column: str) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from metabridge.choices import alternatives, model_names
+from metabridge.choices import BUILTIN_MODELS, alternatives, model_names
+from metabridge.cli.json_output import JsonOption, JsonOutput, versions
 from metabridge.cli.options import (
     Device,
     DeviceOption,
@@ -19,13 +21,16 @@ from metabridge.cli.options import (
     SizeOption,
     SplitOption,
     WaysOption,
+    WeightsOption,
     app,
     device_name,
     images_for,
+    load_source,
 )
-from metabridge.cli.terminal import print_stdout
 from metabridge.cli.train_commands import DataOption
 from metabridge.errors import InputError
+
+UNTRAINED_MODELS = [name for name in model_names() if ":" not in name]
 
 
 class Groups(StrEnum):
@@ -42,10 +47,12 @@ def diagnose(
         str,
         typer.Option(
             metavar="NAME|DIR",
-            help=f"Feature extractor: an untrained network ({alternatives(model_names())}), or the folder of a "
-            "trained run. wide is an MLP in the NTK parameterization.",
+            help=f"Feature extractor: an untrained network ({alternatives(UNTRAINED_MODELS)}), or a trained model: "
+            "the folder of a run, photos or characters (built in), timm:NAME, hf:NAME or package.module:function. wide "
+            "is an MLP in the NTK parameterization.",
         ),
     ] = "conv4",
+    weights: WeightsOption = None,
     out: Annotated[
         Path,
         typer.Option(
@@ -81,6 +88,7 @@ def diagnose(
     min_images: MinImagesOption = None,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
+    json_file: JsonOption = None,
 ) -> None:
     """Recommend how to train on a data set: with MAML, with ANIL, or without adaptation. No network is trained.
 
@@ -100,10 +108,10 @@ def diagnose(
     from metabridge.kernels import fully_connected_kernel
     from metabridge.models import builder
     from metabridge.report import diagnosis_page
-    from metabridge.training import load as load_run
 
-    torch_device, run, is_run = device_name(device), None, Path(model).is_dir()
-    if not is_run:
+    torch_device, trained_model = device_name(device), None
+    is_trained = Path(model).is_dir() or model in BUILTIN_MODELS or ":" in model
+    if not is_trained:
         try:
             builder(model)  # raises InputError before the images are loaded
         except InputError as error:
@@ -111,12 +119,13 @@ def diagnose(
                 f"{error} --model can also be the folder of a run, but there is no folder {model}."
             ) from error
     make_folder(out)
-    if is_run:
-        run = load_run(model, device=torch_device)
-        images = images_for(run, data, min_images)
+    output = JsonOutput(json_file)
+    if is_trained:
+        trained_model = load_source(None, model, weights, device=torch_device)
+        images = images_for(trained_model, data, min_images)
         if size not in (None, images.images.shape[-1]):
             raise InputError(
-                f"--size is {size}, but the run was trained on images of "
+                f"--size is {size}, but the model was trained on images of "
                 f"{images.images.shape[-1]}×{images.images.shape[-1]} pixels. Omit --size."
             )
     else:
@@ -124,7 +133,7 @@ def diagnose(
     images = images.to(torch_device)
     diagnosis = diagnose_tasks(
         images.tasks(split, ways=ways, shots=shots, queries=queries),
-        run or untrained_network(images, model, seed=seed),
+        trained_model or untrained_network(images, model, seed=seed),
         kernel=fully_connected_kernel(depth=3, bias_variance=0.1) if kernels else None,
         groups=groups.value,
         tasks=tasks,
@@ -132,6 +141,8 @@ def diagnose(
         seed=seed,
         progress=True,
     )
-    for line in str(diagnosis).splitlines():
-        print_stdout(line)
-    print_stdout(f"The report is in {diagnosis_page.write(diagnosis, out)}")
+    for line in () if output.is_stdout else str(diagnosis).splitlines():
+        output.print_message(line)
+    page = diagnosis_page.write(diagnosis, out)
+    output.print_message(f"The report is in {page}")
+    output.write(json.loads(diagnosis.to_json()) | {"page": page, "versions": versions()})

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from metabridge.cli.json_output import JsonOption, JsonOutput, versions
 from metabridge.cli.options import Device, DeviceOption, SeedOption, app, device_name, reject_nan
-from metabridge.cli.terminal import print_stdout, print_table
+from metabridge.cli.terminal import print_table
 from metabridge.errors import InputError
 from metabridge.experiments import experiment_modules
 
 if TYPE_CHECKING:
     from metabridge.experiments.glyph_methods import Comparison
+    from metabridge.learners import Method
     from metabridge.report.results import Result
 
 
@@ -23,6 +26,9 @@ class Scale(StrEnum):
 
     quick = "quick"
     paper = "paper"
+
+
+BUILTIN_TASKS = 200  # number of test tasks for the built-in model in the demo
 
 
 @app.command()
@@ -35,24 +41,35 @@ def demo(
     ] = Path("demo"),
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
+    json_file: JsonOption = None,
 ) -> None:
     """Train and compare four methods on the built-in drawings of characters, in a few minutes on a CPU.
 
     Trains MAML, ANIL, multi-task learning (MTL) and non-adaptive learning (NAL) to classify five new characters from
-    one example of each, and tests them on new alphabets. Prints the accuracies with 95 % confidence intervals, and
-    writes an HTML page with learning curves and pictures of correct and wrong predictions.
+    one example of each, and tests them on new alphabets, beside the built-in model for characters. Prints the
+    accuracies with 95 % confidence intervals, and writes an HTML page with learning curves and pictures of correct and
+    wrong predictions.
 
     Example: **metabridge demo --out demo --seed 1**
     """
     from metabridge.experiments import ExperimentOptions, glyph_methods
     from metabridge.files import make_folder
     from metabridge.report import demo_page
+    from metabridge.training import evaluate, load_model
 
     make_folder(out)
+    output = JsonOutput(json_file)
     outcome = glyph_methods.EXPERIMENT.run(ExperimentOptions("quick", device_name(device), seed))
-    _print_scores(outcome.data)
+    if not output.is_stdout:
+        _print_scores(outcome.data)
     outcome.result.write(out)
-    print_stdout(f"The page is in {demo_page.write(out, outcome.result, *outcome.data)}")
+    builtin = load_model("characters", device=device_name(device))
+    builtin_score = evaluate(builtin, outcome.data.test_environment, tasks=BUILTIN_TASKS, seed=seed)
+    output.print_message(f"Without training, the built-in model characters reaches {builtin_score} on such tasks.")
+    page = demo_page.write(out, outcome.result, *outcome.data, builtin=builtin, builtin_score=builtin_score)
+    output.print_message(f"The page is in {page}")
+    builtin_report = {"accuracy": builtin_score.mean, "ci95": builtin_score.ci95, "tasks": builtin_score.tasks}
+    output.write(asdict(outcome.result) | {"builtin": builtin_report, "page": page, "versions": versions()})
 
 
 @app.command()
@@ -99,6 +116,7 @@ def reproduce(
             "share one limit. Run the same command again to continue. Default: no limit.",
         ),
     ] = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Run an experiment and compare its results with the published ones.
 
@@ -124,24 +142,27 @@ def reproduce(
             "glyphs."
         )
     make_folder(out)
+    output = JsonOutput(json_file)
     outcome = experiment.run(
         ExperimentOptions(scale.value, device_name(device), seed, out, data, selected_parts, minutes)
     )
-    _print_result(outcome.result)
-    print_stdout(f"The results are in {outcome.result.write(out)}")
+    if not output.is_stdout:
+        _print_result(outcome.result)
+    output.print_message(f"The results are in {outcome.result.write(out)}")
     file = out / f"{name}.png"
     try:
         experiment.draw(outcome, file)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        print_stdout(f"{file} was not drawn, because matplotlib is not installed.")
+        output.print_message(f"{file} was not drawn, because matplotlib is not installed.")
     else:
-        print_stdout(f"The figure is in {file}")
+        output.print_message(f"The figure is in {file}")
+    output.write(asdict(outcome.result) | {"versions": versions()})
 
 
 @app.command()
-def methods() -> None:
+def methods(json_file: JsonOption = None) -> None:
     """List the training methods: which parameters adapt to a task, by which solver, and how the gradient is computed.
 
     The table shows the default settings of each method; docs/methods.md explains its columns. Pass the name of a method
@@ -152,9 +173,25 @@ def methods() -> None:
     from metabridge.learners.method import PRESETS
     from metabridge.report.method_table import taxonomy_row
 
+    output = JsonOutput(json_file)
     rows = {name: taxonomy_row(method) for name, method in PRESETS.items()}
     columns = ("method", *next(iter(rows.values())))
-    print_table(columns, [[name, *row.values()] for name, row in rows.items()], left_aligned=columns)
+    if not output.is_stdout:
+        print_table(columns, [[name, *row.values()] for name, row in rows.items()], left_aligned=columns)
+    output.write([{"name": name, **_method_report(method)} for name, method in PRESETS.items()])
+
+
+def _method_report(method: Method) -> dict[str, object]:
+    """Return the fields of a method with JSON types. A solver is a dictionary of its name and options."""
+    return {
+        "adapts": method.adapts,
+        "inner": None if method.inner is None else method.inner.to_dict(),
+        "outer": method.outer,
+        "training_head": method.training_head,
+        "split": method.split,
+        "test_solver": None if method.test_solver is None else method.test_solver.to_dict(),
+        "trains": method.trains,
+    }
 
 
 def _print_scores(comparison: Comparison) -> None:

@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
+from metabridge.cli.config_file import config_option
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 # How the help names the value of an option, by typer's name of its type.
@@ -40,7 +42,10 @@ class _HelpFormat:
 
 
 class Command(_HelpFormat, TyperCommand):
-    """A command whose help has this format."""
+    """A command whose help has this format, and whose options can be in a file (`--config`)."""
+
+    def __init__(self, *args: Any, params: list[Any] | None = None, **options: Any) -> None:
+        super().__init__(*args, params=[*(params or ()), config_option()], **options)
 
 
 class Group(_HelpFormat, TyperGroup):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from metabridge.choices import DEFAULT_MODEL
 from metabridge.cli.help_format import App
 from metabridge.errors import MAX_COUNT, InputError
 
@@ -83,24 +85,70 @@ ShotsOption = Annotated[
     int, typer.Option(min=1, callback=at_most(MAX_COUNT), help="Number of support images per class.")
 ]
 SplitOption = Annotated[str, typer.Option(metavar="train|validation|test", help="Split of the data set.")]
+MODEL_HELP = (
+    "Trained model: photos or characters (built in), the folder of a run, timm:NAME or hf:NAME (pretrained backbones), "
+    "or package.module:function"
+)
+ModelOption = Annotated[str | None, typer.Option("--model", metavar="MODEL", help=f"{MODEL_HELP}. Default: photos.")]
+WeightsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--weights",
+        metavar="FILE",
+        help="File with the weights of a pretrained backbone: safetensors, or a PyTorch file without code. Default: "
+        "from the local cache of the model hub.",
+    ),
+]
+ModelOptionsOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--model-option",
+        metavar="KEY=VALUE",
+        help="Option of a pretrained backbone, such as size=224. Can be repeated.",
+    ),
+]
 QueriesOption = Annotated[
     int, typer.Option(min=1, callback=at_most(MAX_COUNT), help="Number of query images per class.")
 ]
+
+
+def load_source(
+    run: Path | None,
+    model: str | None,
+    weights: Path | None = None,
+    model_options: list[str] | None = None,
+    *,
+    device: str = "cpu",
+) -> Model:
+    """Return the trained model that the argument RUN or the options of a command name; by default, "photos".
+
+    Raises:
+        InputError: If both RUN and --model are passed, or the model cannot be loaded.
+    """
+    from metabridge.cli.config_options import parse_key_values
+    from metabridge.training import load_model
+
+    if run is not None and model is not None:
+        raise InputError(f"both RUN ({run}) and --model ({model}) are passed, but one of them is enough. Omit one.")
+    options = parse_key_values(model_options or [], "--model-option")
+    return load_model(run or model or DEFAULT_MODEL, device=device, weights=weights, **options)
 
 
 def images_for(model: Model, data: str, min_images: int | None) -> LabeledImages:
     """Load a data set with the image size and number of channels that a trained network expects."""
     from metabridge.datasets import load
     from metabridge.datasets.loading import parse_name
-    from metabridge.inference.image_input import image_shape
+    from metabridge.training.model_images import image_shape
 
     channels, size = image_shape(model.net)
+    if model.net.decode_options is not None and parse_name(data)[0] != "glyphs":
+        return load(data, decode_options=model.net.decode_options, min_images=min_images)
     if parse_name(data)[0] != "glyphs":  # glyphs have a fixed size
         return load(data, size=size, channels=channels, min_images=min_images)
     images = load(data, min_images=min_images)
     if images.images.shape[1:] != (channels, size, size):
         raise InputError(
-            f"glyphs have 1 channel and 28×28 pixels, but the network of the run needs {channels} channels and "
+            f"glyphs have 1 channel and 28×28 pixels, but the model needs {channels} channels and "
             f"{size}×{size} pixels. Use another data set."
         )
     return images

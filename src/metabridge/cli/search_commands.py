@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 from dataclasses import replace
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from metabridge.choices import alternatives, model_names
+from metabridge.cli.json_output import JsonOption, JsonOutput, versions
 from metabridge.cli.options import (
     Device,
     DeviceOption,
@@ -26,7 +28,7 @@ from metabridge.cli.options import (
     device_name,
     reject_nan,
 )
-from metabridge.cli.terminal import print_stdout, print_table
+from metabridge.cli.terminal import print_table
 from metabridge.cli.train_commands import DataOption
 from metabridge.errors import InputError
 
@@ -133,6 +135,7 @@ def search(
     minutes: MinutesOption = None,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
+    json_file: JsonOption = None,
 ) -> None:
     """Run a training-free architecture search for few-shot learning.
 
@@ -166,26 +169,37 @@ def search(
         "seed": seed,
     }
     SearchConfig(**options)  # raises InputError before the images are loaded
+    output = JsonOutput(json_file)
+    report: dict[str, object] = {"out": out, "kernel": kernel.value, "finished": False, "architecture": None}
     try:
         images = load(data, size=size, min_images=min_images)
         result = search_architecture(images, **options, device=device_name(device), out=out, minutes=minutes)
     except TimeLimitError:
-        print_stdout(
+        output.print_message(
             f"Stopped after {minutes:g} minutes. The scores are in {out}. Run the same command again to continue."
         )
+        output.write(report | {"versions": versions()})
         return
     result.architecture.draw(out / "cells.png")
-    for line in str(result.architecture).splitlines():
-        print_stdout(line)
+    for line in () if output.is_stdout else str(result.architecture).splitlines():
+        output.print_message(line)
     if result.failed:
-        print_stdout(
+        output.print_message(
             f"A proxy failed for {result.failed} of {result.evaluated} networks. The reasons are in search.jsonl."
         )
-    print_stdout(f"The architecture is in {out}.")
+    output.print_message(f"The architecture is in {out}.")
     train_options = ["--model", out / "architecture.json", "--data", data]
     train_options += ["--model-option", f"cells={cells}", "--model-option", f"channels={channels}"]
     train_options += [*(["--size", size] if size else []), *(["--min-images", min_images] if min_images else [])]
-    print_stdout(f"Next: metabridge train {shlex.join(map(str, train_options))}")
+    output.print_message(f"Next: metabridge train {shlex.join(map(str, train_options))}")
+    report |= {
+        "finished": True,
+        "architecture": json.loads(result.architecture.to_json()),
+        "seconds": result.seconds,
+        "evaluated": result.evaluated,
+        "failed": result.failed,
+    }
+    output.write(report | {"versions": versions()})
 
 
 @app.command()
@@ -214,15 +228,7 @@ def score(
     min_images: MinImagesOption = None,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
-    json_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            metavar="FILE",
-            help="JSON file to which the scores are also written. With `-`, JSON is printed to standard output instead "
-            "of the table.",
-        ),
-    ] = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Score an untrained network by proxies for its accuracy: condition numbers of kernels, and linear regions.
 
@@ -236,13 +242,11 @@ def score(
     Example: **metabridge score --model runs/search/architecture.json --data glyphs**
     """
     from metabridge.datasets import load
-    from metabridge.files import STDOUT, json_bytes, make_parent_folder, write_output
     from metabridge.models import builder
     from metabridge.nas import SearchConfig, score_model
 
     builder(model)  # raises InputError before the images are loaded
-    if json_file is not None:
-        make_parent_folder(json_file)
+    output = JsonOutput(json_file)
     images, torch_device = load(data, size=size, min_images=min_images), device_name(device)
     rows: list[list[str]] = []
     report: list[dict[str, object]] = []
@@ -266,14 +270,11 @@ def score(
         values = ", ".join(f"{repeat.value:.4g}" for repeat in repeated_score.repeats)
         mean_score = repeated_score.mean
         rows.append([proxy, f"{mean_score.value:.4g}", values, mean_score.failure or ""])
-        json_values = [repeat.value if math.isfinite(repeat.value) else None for repeat in repeated_score.repeats]
+        json_values = [repeat.value for repeat in repeated_score.repeats]
         failures = [repeat.failure for repeat in repeated_score.repeats]
-        report.append({"proxy": proxy, "values": json_values, "failures": failures})
+        report.append({"proxy": proxy, "mean": mean_score.value, "values": json_values, "failures": failures})
     columns = ("proxy", "mean", "per initialization", "failure")
-    if str(json_file) != STDOUT:
+    if not output.is_stdout:
         title = f"{model}, initializations: {repeats}"
         print_table(columns, rows, left_aligned=("proxy", "per initialization", "failure"), title=title)
-    if json_file is not None:
-        write_output(json_file, json_bytes(report, indent=2))
-        if str(json_file) != STDOUT:
-            print_stdout(f"The scores are in {json_file}")
+    output.write(report)

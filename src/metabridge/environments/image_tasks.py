@@ -175,6 +175,43 @@ class LabeledImages:
             },
         )
 
+    def merge(self, other: LabeledImages, *, prefix: str = "") -> LabeledImages:
+        """Return the images and classes of both data sets, split by split.
+
+        Args:
+            other: Images of the same size, with as many channels.
+            prefix: Text to put in front of the names of the other classes.
+
+        Returns:
+            The images of this data set, followed by those of the other.
+
+        Raises:
+            InputError: The shapes of the images differ.
+
+        >>> from metabridge.datasets import load
+        >>> glyphs = load("glyphs")
+        >>> len(glyphs.merge(glyphs, prefix="copy/").class_names) == 2 * len(glyphs.class_names)
+        True
+        """
+        if self.images.shape[1:] != other.images.shape[1:]:
+            raise InputError(
+                f"the images have shapes {tuple(self.images.shape[1:])} and {tuple(other.images.shape[1:])}, but must "
+                "have the same shape. Load both with the same size and channels."
+            )
+        offset = len(self.class_names)
+        no_classes = torch.empty(0, dtype=torch.int64)
+        return LabeledImages(
+            images=torch.cat([self.images, other.images.to(self.images.device)]),
+            labels=torch.cat([self.labels, other.labels + offset]),
+            class_names=(*self.class_names, *(f"{prefix}{name}" for name in other.class_names)),
+            superclasses=torch.cat([self.superclasses, other.superclasses + len(self.superclass_names)]),
+            superclass_names=(*self.superclass_names, *other.superclass_names),
+            splits={
+                split: torch.cat([self.splits.get(split, no_classes), other.splits.get(split, no_classes) + offset])
+                for split in {**self.splits, **other.splits}
+            },
+        )
+
     def downscaled(self, size: int) -> LabeledImages:
         """Downscale the images by averaging (area interpolation).
 
@@ -356,6 +393,34 @@ class ImageTasks:
         columns = _sample_columns(self._image_mask[classes], self.shots + self.queries, generator)
         image_indices = self._class_images[classes].gather(-1, columns)
         return TaskIndices(classes, image_indices[..., : self.shots], image_indices[..., self.shots :])
+
+    def sample_unknown(self, classes: Tensor, images: int, generator: torch.Generator) -> Tensor:
+        """Sample images of unknown classes: classes of the split that are not part of a task.
+
+        Args:
+            classes: The classes of each task, as in `TaskIndices.classes`, (tasks, ways).
+            images: Number of images per task.
+            generator: A random generator on the CPU.
+
+        Returns:
+            Indices of the images, (tasks, images). Each image is a random image of a random unknown class, so an image
+            may occur more than once.
+
+        Raises:
+            InputError: If the tasks contain all classes of the split.
+        """
+        check_count("images", images)
+        if classes.shape[1] >= self.classes:
+            available = _quantity(self.classes, "class", "classes")
+            raise InputError(
+                f"ways is {classes.shape[1]}, but split '{self.split}' has {available}, so no class is unknown. "
+                f"Use ways={self.classes - 1} or fewer, or add classes."
+            )
+        is_unknown = torch.ones(len(classes), self.classes).scatter(1, classes.cpu(), 0)
+        unknown = torch.multinomial(is_unknown, images, replacement=True, generator=generator)
+        counts = self._image_mask.sum(dim=1)[unknown]
+        columns = (torch.rand(unknown.shape, generator=generator, dtype=torch.float64) * counts).long()
+        return self._class_images[unknown, columns]
 
     def _sample_classes(self, tasks: int, generator: torch.Generator) -> Tensor:
         """Return the classes of random tasks, in random order, as indices into the split, (tasks, ways)."""

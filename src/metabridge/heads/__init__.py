@@ -1,4 +1,4 @@
-"""Test-time heads: classifiers that are fitted to fixed features, for all tasks at once.
+"""Test-time heads: classifiers and outlier detectors that are fitted to fixed features, for all tasks at once.
 
 Importing this package imports all its modules, and each head class registers itself in `Head.registry`. To add a head,
 add a module: `metabridge.heads` then exports its class. The heads agree with scikit-learn's estimators, whatever the
@@ -9,6 +9,7 @@ from metabridge.heads.fitted_heads import FITTED_HEADS, FittedHead, LinearHead, 
 from metabridge.heads.head import Head, create_head
 from metabridge.heads.logistic_regression import LogisticRegression
 from metabridge.heads.nearest_centroid import NearestCentroid
+from metabridge.heads.outliers import OutlierDetector, fit_outlier_detector
 from metabridge.heads.ridge_classifier import RidgeClassifier
 from metabridge.heads.svm import SVM
 from metabridge.registry import import_modules
@@ -21,9 +22,11 @@ __all__ = [
     "LinearHead",
     "LogisticRegression",
     "NearestCentroid",
+    "OutlierDetector",
     "PairwiseHead",
     "RidgeClassifier",
     "create_head",
+    "fit_outlier_detector",
 ]
 
 import_modules(__name__, __path__)

@@ -1,141 +1,120 @@
-"""Conversion of images (paths, Pillow images, arrays) to the input of a trained network."""
+"""Conversion of images (paths, Pillow images, arrays, tensors) to the input of a trained network."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sized
 from functools import partial
-from math import isqrt
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from metabridge.datasets import DATASETS
 from metabridge.datasets.image_decoding import Unreadable, decode, map_images, to_8_bit
 from metabridge.datasets.image_files import Content, ImageSource, RawImage, read_image_file
 from metabridge.decode_options import DecodeOptions
 from metabridge.errors import InputError
-from metabridge.models.network import Network
-
-if TYPE_CHECKING:
-    from metabridge.training.evaluation import Model
 
 
-def model_decode_options(model: Model) -> DecodeOptions:
-    """Return the options for decoding the input images of a model.
-
-    A pretrained network determines all options (`Network.decode_options`). Any other network determines the size and
-    the channels, and its training data set determines cropping and inversion; if that is unknown, the options for
-    folders of images are used.
-
-    Args:
-        model: The trained model.
-
-    Returns:
-        The options.
-
-    >>> from metabridge.learners import method, parameters
-    >>> from metabridge.models import mlp
-    >>> from metabridge.training import Model
-    >>> anil, net = method("anil"), mlp(784, 5)
-    >>> model_decode_options(Model(anil, net, parameters(anil, net)))
-    DecodeOptions(size=28, channels=1, crop=True, invert=False)
-    """
-    if model.net.decode_options is not None:
-        return model.net.decode_options
-    channels, size = image_shape(model.net)
-    # A run stores the arguments of `datasets.load` for its training images; the name may be "NAME:PATH".
-    load_arguments = getattr(model, "settings", {}).get("tasks", {}).get("data") or {}
-    reader = DATASETS.get(str(load_arguments.get("name")).partition(":")[0], DATASETS["folder"])
-    return replace(reader.decode_options, channels=channels, size=size)
-
-
-def image_shape(net: Network) -> tuple[int, int]:
-    """Return the number of channels and the size of the square input images of a network.
-
-    Args:
-        net: An image model of `metabridge.models`, or a fully connected network for square images.
-
-    Returns:
-        The number of channels, and the width and height in pixels.
-
-    Raises:
-        InputError: If the network's configuration (`recipe`) does not determine the image shape.
-
-    >>> from metabridge.models import conv4
-    >>> image_shape(conv4(1, 28))
-    (1, 28)
-    """
-    if net.decode_options is not None:
-        return net.decode_options.channels, net.decode_options.size
-    recipe: dict[str, Any] = net.recipe or {}
-    for key in ("image_channels", "channels"):  # in a recipe with both, "channels" is the number of feature maps
-        if key in recipe:
-            return recipe[key], recipe["size"]
-    for channels in (1, 3):  # the recipe of a fully connected network contains only the number of inputs
-        size = isqrt(recipe.get("inputs", 0) // channels)
-        if size and channels * size**2 == recipe["inputs"]:
-            return channels, size
-    raise InputError(
-        "the network's configuration does not contain the size of its input images. Use an image model of "
-        "metabridge.models, or call metabridge.adapt with tensors."
-    )
-
-
-def convert_images(X: Iterable[Any], decode_options: DecodeOptions) -> NDArray[np.uint8]:
+def convert_images(X: Any, decode_options: DecodeOptions) -> NDArray[np.uint8]:
     """Convert images to uint8 of shape (n, channels, size, size).
 
     Args:
-        X: Images. Each is the path of a file, a Pillow image, or an array of shape (height, width) or (height, width,
-            channels). Arrays have dtype uint8, or a floating-point dtype and values from 0 to 1, which are rounded to 8
-            bits.
+        X: Images, or a single image; see `read_images`.
         decode_options: The size, channels and preprocessing of the converted images.
 
     Returns:
         The converted images.
 
     Raises:
-        InputError: If `X` is not a list of images, or if an image cannot be read.
+        InputError: If `X` contains no image, or if an image cannot be read.
 
     >>> convert_images(np.zeros((5, 40, 30)), DecodeOptions(size=8, channels=3)).shape
     (5, 3, 8, 8)
     """
+    return np.stack([check_readable(name, image) for name, image in read_images(X, decode_options)])
+
+
+def read_images(X: Any, decode_options: DecodeOptions) -> Iterator[tuple[str, NDArray[np.uint8] | Unreadable]]:
+    """Decode images one after the other, in several threads, so that few of them are in memory at the same time.
+
+    Args:
+        X: An iterable of images, or a single image. Each image is the path of a file, a Pillow image, an array of shape
+            (height, width) or (height, width, channels), or a tensor of shape (height, width) or (channels, height,
+            width). Arrays and tensors have dtype uint8, or a floating-point dtype and values from 0 to 1, which are
+            rounded to 8 bits. An array or tensor of images has the images along its first dimension. An array of three
+            dimensions is a single image if its last dimension is 1, 3 or 4; a tensor of three dimensions is a single
+            image if its first dimension is 1 or 3.
+        decode_options: The size, channels and preprocessing of the decoded images.
+
+    Yields:
+        For each image, its name (its path, or `X[index]`) and the decoded image, uint8 (channels, size, size), or an
+        `Unreadable` with the reason if it cannot be decoded.
+
+    Raises:
+        InputError: If `X` contains no image, or something that is not an image.
+
+    >>> [(name, image.shape) for name, image in read_images(np.zeros((40, 30)), DecodeOptions(size=8, channels=1))]
+    [('X[0]', (1, 8, 8))]
+    """
+    images = _iterate_images(X)
+    raw_images = (
+        RawImage(
+            _image_name(image, f"X[{index}]"), index, _image_content(f"X[{index}]", image, decode_options.channels)
+        )
+        for index, image in enumerate(images)
+    )
+    # The total is shown in the progress bar only.
+    source = ImageSource("images", (), len(images) if isinstance(images, Sized) else 0, lambda: raw_images)
+    is_empty = True
+    for raw_image, result in map_images(source, partial(decode, options=decode_options), "Reading images"):
+        is_empty = False
+        yield raw_image.name, result
+    if is_empty:
+        raise InputError("X is empty. Pass at least one image.")
+
+
+def check_readable(name: str, image: NDArray[np.uint8] | Unreadable) -> NDArray[np.uint8]:
+    """Return a decoded image; raise an `InputError` if it could not be decoded.
+
+    >>> check_readable("a.png", Unreadable("it is not an image that Pillow reads"))
+    Traceback (most recent call last):
+    metabridge.errors.InputError: a.png cannot be read (it is not an image that Pillow reads). Fix or remove it.
+    """
+    if isinstance(image, Unreadable):
+        raise InputError(f"{name} cannot be read ({image.reason}). Fix or remove it.")
+    return image
+
+
+def _iterate_images(X: Any) -> Iterable[Any]:
+    """Return the images in `X`, which may be a single image."""
     from PIL import Image
 
-    if isinstance(X, str | Path | bytes):
-        raise InputError(f"X is {X!r}, but must be a list of images. For a single image, use [{X!r}].")
-    if isinstance(X, np.ndarray) and X.ndim == 3 and X.shape[2] in (3, 4):
-        raise InputError(f"X is one array of shape {X.shape}, which looks like a single color image. Use X[None].")
-    if isinstance(X, Image.Image):
-        raise InputError("X is a single Pillow image, but must be a list of images. For a single image, use [X].")
-    try:
-        images = list(X)
-    except TypeError:
+    if isinstance(X, str | Path | Image.Image):
+        return [X]
+    if isinstance(X, Tensor):
+        if X.ndim == 2 or (X.ndim == 3 and X.shape[0] in (1, 3)):
+            return [X]
+        if X.ndim not in (3, 4):
+            raise InputError(
+                f"X has shape {tuple(X.shape)}, but a tensor must have shape (n, channels, height, width) or "
+                "(channels, height, width) with 1 or 3 channels, or (n, height, width) or (height, width)."
+            )
+    if isinstance(X, np.ndarray) and X.dtype.kind not in "OSU":
+        is_one_image = X.ndim == 2 or (X.ndim == 3 and X.shape[2] in (1, 3, 4))
+        if is_one_image:
+            return [X]
+    if isinstance(X, bytes) or not isinstance(X, Iterable) or (isinstance(X, np.ndarray) and X.ndim == 0):
         raise InputError(
-            f"X has type {type(X).__name__}, but must be a list of images. For a single image, use [X]."
-        ) from None
-    if not images:
-        raise InputError("X is empty. Pass at least one image.")
-    contents = [_image_content(f"X[{index}]", image, decode_options.channels) for index, image in enumerate(images)]
-    results = decode_all(contents, decode_options)
-    for index, (image, result) in enumerate(zip(images, results)):
-        if isinstance(result, Unreadable):
-            name = image if isinstance(image, str | Path) else f"X[{index}]"
-            raise InputError(f"{name} cannot be read ({result.reason}). Fix or remove it.")
-    return np.stack(results)  # type: ignore[arg-type]
+            f"X has type {type(X).__name__}, but must be a list of images or a single image: a path, a Pillow image, "
+            "an array or a tensor."
+        )
+    return X
 
 
-def decode_all(contents: Sequence[Content], decode_options: DecodeOptions) -> list[NDArray[np.uint8] | Unreadable]:
-    """Decode images in several threads; an image that cannot be read gives an `Unreadable` with the reason.
-
-    >>> decode_all([b"no image"], DecodeOptions(size=8, channels=3))
-    [Unreadable(reason='it is not an image that Pillow reads')]
-    """
-    images = [RawImage("", 0, content) for content in contents]
-    source = ImageSource("images", (), len(images), lambda: iter(images))
-    return [result for _, result in map_images(source, partial(decode, options=decode_options), "Reading images")]
+def _image_name(image: Any, default: str) -> str:
+    return str(image) if isinstance(image, str | Path) else default
 
 
 def _image_content(name: str, image: Any, channels: int) -> Content:
@@ -148,11 +127,26 @@ def _image_content(name: str, image: Any, channels: int) -> Content:
             return np.asarray(to_8_bit(image, channels))
         except Exception as error:  # decoders raise many types of exceptions for corrupted files
             raise InputError(f"{name} cannot be read ({error}). Fix or remove it.") from error
+    if isinstance(image, Tensor):
+        image = _tensor_to_array(name, image)
     if isinstance(image, np.ndarray):
         return _array_to_uint8(name, image)
     raise InputError(
-        f"{name} has type {type(image).__name__}, but must be the path of an image, a Pillow image or a NumPy array."
+        f"{name} has type {type(image).__name__}, but must be the path of an image, a Pillow image, a NumPy array or a "
+        "tensor."
     )
+
+
+def _tensor_to_array(name: str, image: Tensor) -> NDArray[Any]:
+    """Return a tensor of shape (height, width) or (channels, height, width) as an array with the channels last."""
+    if image.ndim not in (2, 3) or (image.ndim == 3 and image.shape[0] not in (1, 3)):
+        raise InputError(
+            f"{name} has shape {tuple(image.shape)}, but a tensor must have shape (height, width) or (channels, "
+            "height, width) with 1 or 3 channels."
+        )
+    image = image.detach().cpu()
+    array = (image.float() if image.is_floating_point() else image).numpy()
+    return np.moveaxis(array, 0, -1) if array.ndim == 3 else array
 
 
 def _array_to_uint8(name: str, image: NDArray[Any]) -> NDArray[np.uint8]:

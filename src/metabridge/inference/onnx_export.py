@@ -18,9 +18,9 @@ from metabridge.errors import InputError
 from metabridge.files import json_bytes, make_parent_folder, write_atomically, write_output
 from metabridge.heads import FittedHead, LinearHead
 from metabridge.inference.classifier import FewShotClassifier
-from metabridge.inference.image_input import image_shape
 from metabridge.learners.adapt import Adapted
 from metabridge.training.evaluation import Model, check_finite
+from metabridge.training.model_images import image_shape
 
 TOLERANCE = 1e-4  # maximum difference from PyTorch, relative to the largest absolute feature if that exceeds 1
 

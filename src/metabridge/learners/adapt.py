@@ -56,7 +56,30 @@ class Adapted:
         Returns:
             Scores of the classes, or predicted values for regression, (examples, outputs).
         """
-        features = apply_features(self.net, self.params, x)
+        return self.outputs(self.features(x))
+
+    @torch.no_grad()
+    def features(self, x: Tensor) -> Tensor:
+        """Return the features of inputs.
+
+        Args:
+            x: Inputs (examples, ...).
+
+        Returns:
+            The features, (examples, dimension).
+        """
+        return apply_features(self.net, self.params, x)
+
+    @torch.no_grad()
+    def outputs(self, features: Tensor) -> Tensor:
+        """Return the outputs for features.
+
+        Args:
+            features: The features of inputs, (examples, dimension).
+
+        Returns:
+            Scores of the classes, or predicted values for regression, (examples, outputs).
+        """
         return apply_head(self.params, features) if self.head is None else self.head.scores(features[None])[0]
 
     def __repr__(self) -> str:
@@ -90,21 +113,71 @@ def adapt(method: Method, net: Network, params: Params, x: Tensor, y: Tensor) ->
     torch.Size([10, 1])
     """
     x, y = _clone_inference_tensor(x), _clone_inference_tensor(y)
-    task = Episodes(x[None], y[None], x[None], y[None])
-    check_test_time(method, net, params, task)
-    check_channels(net, x.shape[1:])
+    check_adaptation(method, net, params, x, y)
     params = {name: _clone_inference_tensor(value.detach()) for name, value in params.items()}
+    if can_predict_from_features(method):
+        with torch.no_grad():
+            features = apply_features(net, params, x)
+        return adapt_to_features(method, net, params, features, y)
+    solver = _test_time_solver(method)
+    assert not isinstance(solver, Head)
+    return Adapted(net, _solve(method, solver, net, params, x, y), method=method)
+
+
+def check_adaptation(method: Method, net: Network, params: Params, x: Tensor, y: Tensor) -> None:
+    """Raise an InputError if `adapt` cannot adapt the network to inputs and targets like these.
+
+    Args:
+        method: The few-shot learning method.
+        net: The network that is adapted.
+        params: The method's parameters.
+        x: Inputs of a support set, (examples, ...).
+        y: Their targets.
+    """
+    check_test_time(method, net, params, Episodes(x[None], y[None], x[None], y[None]))
+    check_channels(net, x.shape[1:])
     _check_network(net, params, x)
+
+
+@torch.inference_mode(False)
+def adapt_to_features(method: Method, net: Network, params: Params, features: Tensor, y: Tensor) -> Adapted:
+    """Adapt only the head of a network, as `adapt` does, given the features of the support set.
+
+    Args:
+        method: A method for which `can_predict_from_features` is true.
+        net: The network that is adapted.
+        params: The method's parameters, from `parameters`.
+        features: The features of the support set, (examples, dimension).
+        y: The targets of the support set.
+
+    Returns:
+        The adapted network.
+
+    >>> import torch
+    >>> import metabridge as mb
+    >>> mtl, net = mb.method("mtl"), mb.models.mlp(1, 2)
+    >>> params, x, y = mb.parameters(mtl, net, classes=2), torch.rand(10, 1), torch.arange(10) % 2
+    >>> adapted = adapt_to_features(mtl, net, params, mb.Model(mtl, net, params).features(x), y)
+    >>> torch.equal(adapted(x), mb.adapt(mtl, net, params, x, y)(x))
+    True
+    """
+    features, y = _clone_inference_tensor(features), _clone_inference_tensor(y)
     solver = _test_time_solver(method)
     if isinstance(solver, Head):
         with torch.no_grad():
-            features = apply_features(net, params, x)
-        head = solver.fit(features[None], y[None], _count_outputs(task))
+            outputs = _count_outputs(Episodes(features[None], y[None], features[None], y[None]))
+            head = solver.fit(features[None], y[None], outputs)
         # A head loaded from a file is contiguous. Make this head contiguous too: otherwise its scores and those of
         # the loaded head could differ by rounding.
         head = head._replace(weight=head.weight.contiguous(), bias=head.bias.contiguous())
         return Adapted(net, params, head, method)
-    return Adapted(net, _solve(method, solver, net, params, x, y), method=method)
+    body = {name: value for name, value in params.items() if name.startswith("features.")}
+    initial_head = {name: value for name, value in params.items() if name.startswith("head.")}
+    # The bias is 0 if the solver does not return one.
+    zeros = {name: torch.zeros_like(value) for name, value in initial_head.items()}
+    problem = Problem(apply_head, method.loss, features, y)
+    adapted_head = solver.solve(problem, initial_head, solver_params(params), exact=False)
+    return Adapted(net, body | zeros | adapted_head, method=method)
 
 
 @torch.inference_mode(False)
@@ -218,11 +291,6 @@ def _solve(method: Method, solver: Solver, net: Network, params: Params, x: Tens
     """Return all parameters of the network after adapting them to one support set."""
     body = {name: value for name, value in params.items() if name.startswith("features.")}
     head = {name: value for name, value in params.items() if name.startswith("head.")}
-    if method.adapts == "head":
-        problem = Problem(apply_head, method.loss, apply_features(net, body, x), y)
-        # The bias is 0 if the solver does not return one.
-        zeros = {name: torch.zeros_like(value) for name, value in head.items()}
-        return body | zeros | solver.solve(problem, head, solver_params(params), exact=False)
     initial = body | head
 
     def apply(adapted: Params, x: Tensor) -> Tensor:

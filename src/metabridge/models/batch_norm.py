@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, Literal
 
 import torch
@@ -277,7 +277,7 @@ def group_count(channels: int, max_groups: int = 16) -> int:
     return next(count for count in range(min(max_groups, channels), 0, -1) if channels % count == 0)
 
 
-def estimate_statistics(net: nn.Module, batches: Iterable[Tensor]) -> None:
+def estimate_statistics(net: nn.Module, batches: Iterable[Tensor], *, fixed: Collection[nn.Module] = ()) -> None:
     """Measure the fixed statistics of all `BatchNorm` layers of `net` with `statistics="running"`.
 
     Each layer gets the mean and the variance of its inputs over all batches; every batch has the same weight, even if
@@ -287,6 +287,7 @@ def estimate_statistics(net: nn.Module, batches: Iterable[Tensor]) -> None:
     Args:
         net: The network, which is changed in place.
         batches: Batches of inputs of `net`.
+        fixed: Modules of `net` that are applied as in evaluation. If they are batch norms, they keep their statistics.
 
     Raises:
         InputError: If there is no batch, or one of these layers is not called in the forward pass.
@@ -296,7 +297,8 @@ def estimate_statistics(net: nn.Module, batches: Iterable[Tensor]) -> None:
     >>> net[0].mean
     tensor([2.])
     """
-    layers = running_batch_norms(net)
+    fixed = set(fixed)
+    layers = [layer for layer in running_batch_norms(net) if layer not in fixed]
     if not layers:
         return
     moments: dict[BatchNorm, list[tuple[Tensor, Tensor]]] = {layer: [] for layer in layers}
@@ -311,14 +313,16 @@ def estimate_statistics(net: nn.Module, batches: Iterable[Tensor]) -> None:
         moments[layer].append((mean, variance))
 
     hooks = [layer.register_forward_pre_hook(record) for layer in layers]
-    training = net.training
-    net.train()
+    modes = {layer: layer.training for layer in net.modules()}
+    for layer in modes:
+        layer.training = layer not in fixed
     try:
         with torch.no_grad():
             for batch in batches:
                 net(batch)
     finally:
-        net.train(training)
+        for module, mode in modes.items():
+            module.training = mode
         for hook in hooks:
             hook.remove()
     if not all(moments.values()):

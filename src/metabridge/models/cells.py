@@ -222,7 +222,8 @@ class Cells(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the features of n images, of shape (n, dimension)."""
-        if self.training and self.norm == "batch" and can_fuse(x, self.channels):
+        trains = self.norm == "batch" and can_fuse(x, self.channels) and all(layer.training for layer in self.modules())
+        if trains:  # the fused layers normalize by the statistics of the batch, which frozen layers do not
             from metabridge.models.fused_cells import features
 
             return features(self, x)

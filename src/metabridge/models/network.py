@@ -8,6 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, is_dataclass
+from pathlib import Path
 from typing import Any, ParamSpec
 
 import torch
@@ -202,7 +203,12 @@ def _cast_params(features: nn.Module, params: Params, dtype: torch.dtype | None)
         norm_paths = [path for path, layer in features.named_modules() if isinstance(layer, BatchNorm)]
         norm_params = {f"{path}.{name}" for path in norm_paths for name in ("weight", "bias")}
         return {name: value if name in norm_params else value.to(dtype) for name, value in params.items()}
-    return dict(zip(params, _Cast.apply(dtype, *params.values())))
+    results: Params = {}
+    for requires_grad in (True, False):  # if one input of `_Cast` requires gradients, all its outputs do
+        group = {name: value for name, value in params.items() if value.requires_grad == requires_grad}
+        if group:
+            results |= zip(group, _Cast.apply(dtype, *group.values()))
+    return results
 
 
 class _Cast(torch.autograd.Function):
@@ -247,11 +253,19 @@ def stores_build_arguments(build: Callable[P, Network]) -> Callable[P, Network]:
         bound = inspect.signature(build).bind(*args, **options)
         bound.apply_defaults()
         arguments = bound.arguments.items()
-        plain_arguments = {name: asdict(value) if is_dataclass(value) else value for name, value in arguments}  # type: ignore[arg-type]
-        net.recipe = {"model": build.__name__, **plain_arguments}
+        plain_arguments = {name: _as_plain(value) for name, value in arguments}
+        # a builder may store what it used in place of arguments that are None
+        net.recipe = {"model": build.__name__, **plain_arguments, **(net.recipe or {})}
         return net
 
     return builder
+
+
+def _as_plain(value: Any) -> Any:
+    """Convert an argument to a value that JSON can store."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return str(value) if isinstance(value, Path) else value
 
 
 @contextlib.contextmanager

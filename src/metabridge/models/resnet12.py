@@ -161,7 +161,8 @@ class _ResidualBlock(nn.Module):
         self.shortcut = nn.Sequential(*_conv_norm(in_channels, out_channels, 1, statistics))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.training and can_fuse(x, self.out_channels):
+        # the fused layers normalize by the statistics of the batch, which frozen layers do not
+        if can_fuse(x, self.out_channels) and all(layer.training for layer in self.modules()):
             return self._fused_forward(x)
         return F.leaky_relu(F.max_pool2d(self.main(x) + self.shortcut(x), 2), NEGATIVE_SLOPE)
 

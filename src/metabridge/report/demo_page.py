@@ -15,7 +15,7 @@ from metabridge.report import figures, task_pictures
 from metabridge.report.html_pages import Picture, render
 from metabridge.report.method_table import taxonomy_row
 from metabridge.report.results import Result
-from metabridge.training import Run, Score
+from metabridge.training import Model, Run, Score
 
 SHOWN_TASKS = 4  # number of test tasks in the picture of each method
 X_AXES: tuple[Literal["iterations", "seconds"], ...] = ("iterations", "seconds")
@@ -27,6 +27,9 @@ def write(
     runs: Mapping[str, Run],
     scores: Mapping[str, Mapping[str, Score]],
     test_tasks: ImageTasks,
+    *,
+    builtin: Model,
+    builtin_score: Score,
 ) -> Path:
     """Write `index.html`, and its pictures as separate PNG files.
 
@@ -36,6 +39,8 @@ def write(
         runs: The trained model of each method.
         scores: For each method, its scores by the name of the test, such as "test tasks" or "untrained".
         test_tasks: The environment from which the shown test tasks are sampled.
+        builtin: The built-in model for characters, which is shown for comparison.
+        builtin_score: Its score on the test tasks.
 
     Returns:
         The path of `index.html`.
@@ -59,7 +64,7 @@ def write(
             f"Test tasks with the correct and wrong predictions of {name}.",
             lambda theme, run=run: task_pictures.picture(run, shown_tasks, theme=theme),  # type: ignore[misc]
         )
-        for name, run in runs.items()
+        for name, run in {"built-in": builtin, **runs}.items()
     }
     for picture in (*curves, accuracies, *predictions.values()):
         write_atomically(folder / f"{picture.name}.png", picture.light)
@@ -72,6 +77,7 @@ def write(
         curves=curves,
         accuracies=accuracies,
         predictions=predictions,
+        builtin_score=builtin_score,
     )
     return write_atomically(folder / "index.html", html)
 

@@ -2,7 +2,7 @@
 
 The folder of a run contains
 - `settings.json`: model, method, training and validation tasks and training options; if there are any, the names of
-  frozen parameters and a checksum of the teacher;
+  frozen parameters and checksums of the teacher and of the initial weights;
 - `weights.safetensors`: the best weights so far, parameters and buffers;
 - `state.safetensors`: everything that is needed to continue training with the same results as without interruption;
 - `metrics.jsonl`: one line per point of the learning curve, and `curves.png`, its plot.
@@ -22,11 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from metabridge.decode_options import as_decode_options
 from metabridge.errors import PARSING_ERRORS, InputError
 from metabridge.files import json_bytes, read_regular_file, write_atomically
 from metabridge.heads import Head
 from metabridge.learners.method import Method, balancing_regularizer
-from metabridge.models import BUILDERS, FORMER_NAMES, Network, Params, build
+from metabridge.models import Network, Params, rebuild
 from metabridge.models.size_limit import SizeLimit
 from metabridge.solvers import Solver, task_loss
 from metabridge.training.config import as_python_number, replace_former_names
@@ -63,13 +64,35 @@ class RunFolder:
         return settings if "state.safetensors" in existing_files else None
 
     def check_same_settings(self, stored: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-        """Raise an `InputError` if the run's stored settings differ from `settings` in more than the iterations."""
-        difference = _difference(_without_iterations(stored), _without_iterations(json_round_trip(settings)))
+        """Raise an `InputError` if the run's stored settings differ from `settings` in more than the length.
+
+        The length of training depends on the iterations and the patience.
+        """
+        difference = _difference(_without_length(stored), _without_length(json_round_trip(settings)))
         if difference:
             raise InputError(
                 f"{self.path} contains a run with other settings ({difference}). "
                 "Use another folder, or use the same settings to continue that run."
             )
+
+    def check_same_init(self, stored: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        """Raise an `InputError` if the run did not start from the initial weights in `settings`."""
+        if stored.get("init") == json_round_trip(settings).get("init"):
+            return
+        if "init" not in settings:
+            raise InputError(
+                f"init is missing, but the run in {self.path} started from the weights of another model. Pass that "
+                "model to continue the run, or use another folder."
+            )
+        if "init" not in stored:
+            raise InputError(
+                f"init is a trained model, but the run in {self.path} did not start from one. Omit init to continue "
+                "the run, or use another folder."
+            )
+        raise InputError(
+            f"init is a model with other weights than those that the run in {self.path} started from. Pass the same "
+            "model to continue the run, or use another folder."
+        )
 
     def write_settings(self, settings: Mapping[str, Any]) -> None:
         """Write settings.json."""
@@ -230,16 +253,13 @@ def read_network(settings: Mapping[str, Any], net: Network | None, stored: Param
     A new network that is much larger than the tensors in `stored` raises an error before it is built.
     """
     if net is None:
-        recipe = dict(settings["model"])
-        # `build` would also open a file whose path is the model, but a run contains its architecture, never a path
-        if FORMER_NAMES.get(recipe["model"], recipe["model"]) not in BUILDERS:
-            raise ValueError(f"its model is {recipe['model']!r}")
-        if recipe.get("pretrained"):
-            recipe["pretrained"] = False  # its weights are in the run, so nothing needs to be downloaded
         stored_values = sum(value.numel() for value in stored.values())
         # the limits are higher than the stored sizes, since building may need more memory than its result
         with SizeLimit(values=4 * stored_values + 2**24, tensors=4 * len(stored) + 2**10):
-            net = build(**recipe)
+            net = rebuild(settings["model"])
+    data = (settings.get("tasks") or {}).get("data")
+    if net.decode_options is None and isinstance(data, dict) and data.get("decode_options") is not None:
+        net.decode_options = as_decode_options(data["decode_options"])  # those of the pretrained network
     frozen = settings.get("frozen", ())
     for name, weight in net.named_parameters():
         if name in frozen:
@@ -345,9 +365,9 @@ def _checksum(header: bytes, values: memoryview, stored: str) -> str:
     return f"{zlib.crc32(values, zlib.crc32(blank_header)):08x}"
 
 
-def _without_iterations(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings without the number of iterations, which may change when a run is continued."""
-    return {**settings, "training": {**settings["training"], "iterations": None}}
+def _without_length(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings without the iterations and the patience, which may change when a run is continued."""
+    return {**settings, "training": {**settings["training"], "iterations": None, "patience": None}}
 
 
 def _difference(stored: object, new: object, name: str = "") -> str | None:

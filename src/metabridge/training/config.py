@@ -196,6 +196,11 @@ def _check_fraction(name: str, value: Any) -> None:
         raise InputError(f"{name} is {value!r}, but must be a fraction from 0 to 1. Use {name}=0.1.")
 
 
+def _check_freeze(name: str, value: Any) -> None:
+    if value is not None and not (isinstance(value, tuple | list) and all(isinstance(part, str) for part in value)):
+        raise InputError(f"{name} is {value!r}, but must be a tuple of names, such as ('features.0',), or None.")
+
+
 def _check_soft_targets(name: str, value: Any) -> None:
     if not isinstance(value, SoftTargets | None):
         raise InputError(f"{name} is {value!r}, but must be a SoftTargets() or None.")
@@ -298,6 +303,12 @@ class TrainingConfig:
         help="Decay of the exponential moving average (EMA) of the weights, such as 0.999. The averaged weights are "
         "evaluated and saved. Default: no averaging.",
         check=_check_decay,
+    )
+    freeze: tuple[str, ...] | None = option(
+        None,
+        help="Parts of the network that are neither trained nor adapted, such as features.0: first components of "
+        "parameter names. Default: none.",
+        check=_check_freeze,
     )
     seed: int = option(
         0, help="Random seed. Results are deterministic for a given seed and machine.", check=_check_seed

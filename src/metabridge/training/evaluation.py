@@ -26,6 +26,7 @@ from metabridge.models.functional_call import shallow_copy
 from metabridge.models.network import Network, Params, apply_features
 from metabridge.progress import track_progress
 from metabridge.training.augment import Augment
+from metabridge.training.feature_cache import cached_features, caches_features
 
 Metric = Literal["accuracy", "squared error"]
 # Number of tasks that are sampled at once. The tasks that a seed gives depend on this number, so it is the same for all
@@ -74,7 +75,7 @@ class Model:
             The model.
         """
         net = deepcopy(self.net).to(device).eval()
-        params = {name: value.detach().to(device) for name, value in self.params.items()}
+        params = {name: value.detach().to(device, copy=True) for name, value in self.params.items()}
         return replace(self, net=net, params=params)
 
     def predict(self, episodes: Episodes) -> Tensor:
@@ -398,25 +399,21 @@ def predictions(
     seed: int = 0,
     augmentation: TestTimeAugmentation = NO_AUGMENTATION,
     progress: bool = False,
+    table: FeatureTable | None = None,
 ) -> Iterator[tuple[Tensor, Episodes]]:
     """Sample tasks in batches, adapt to them, and yield the outputs for their queries together with the tasks.
 
-    If the features of an image depend on neither the task nor other images, they are computed only once per image.
+    If the features of an image depend on neither the task nor other images, they are computed only once per image, or
+    taken from `table`.
     """
-    if tasks < 2:
-        raise InputError(f"tasks is {tasks}, but a confidence interval needs at least 2. Use tasks=2 or more.")
-    if not (hasattr(model, "predict") and hasattr(model, "device")):
-        raise InputError(f"model is {type_with_article(model)}, but must be a Model. Pass the run that fit returns.")
-    check_environment("environment", environment)
+    check_task_count(tasks)
+    check_predictor(model, environment)
     generator = torch.Generator().manual_seed(seed)
-    if isinstance(model, Model):
-        check_finite(model.params, dict(model.net.named_buffers()))
-        _check_statistics(model)
-        features_are_fixed = can_predict_from_features(model.method) and not uses_batch_statistics(model.net)
-        if features_are_fixed and isinstance(environment, ImageTasks):
+    if isinstance(model, Model) and has_fixed_features(model) and isinstance(environment, ImageTasks):
+        if table is None:
             table = FeatureTable.of(model, environment, augmentation, seed=seed, progress=progress)
-            yield from table.predictions(model, environment, tasks, generator)
-            return
+        yield from table.predictions(model, environment, tasks, generator)
+        return
     if augmentation != NO_AUGMENTATION:
         raise InputError(
             f"augmentation is {augmentation}, but this model's features depend on the task, or the tasks are not image "
@@ -426,6 +423,27 @@ def predictions(
     for size in _batch_sizes(tasks, max_batch_size):
         episodes = _sample_in_blocks(environment, size, generator, model.device)
         yield model.predict(episodes), episodes
+
+
+def check_task_count(tasks: int) -> None:
+    """Raise an `InputError` if there are too few tasks for a confidence interval."""
+    if tasks < 2:
+        raise InputError(f"tasks is {tasks}, but a confidence interval needs at least 2. Use tasks=2 or more.")
+
+
+def check_predictor(model: Predictor, environment: Environment) -> None:
+    """Raise an `InputError` if an argument of `evaluate` has the wrong type, or the weights of a model are invalid."""
+    if not (hasattr(model, "predict") and hasattr(model, "device")):
+        raise InputError(f"model is {type_with_article(model)}, but must be a Model. Pass the run that fit returns.")
+    check_environment("environment", environment)
+    if isinstance(model, Model):
+        check_finite(model.params, dict(model.net.named_buffers()))
+        _check_statistics(model)
+
+
+def has_fixed_features(model: Model) -> bool:
+    """Return whether the features that a model computes of an image depend on neither the task nor other images."""
+    return can_predict_from_features(model.method) and not uses_batch_statistics(model.net)
 
 
 def check_finite(params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
@@ -478,17 +496,28 @@ class FeatureTable:
         image_indices, device = environment.image_indices, model.device
         positions = torch.full((len(environment.data.images),), -1)
         positions[image_indices] = torch.arange(len(image_indices))
-        generator = torch.Generator(device).manual_seed(seed)
         augment = augmentation.augment or Augment.for_size(environment.data.images.shape[-1])
-        batches = image_indices.split(64 if device.type == "cpu" else 1000)
-        # one list for the unchanged images and one for each copy of them, with the features of each batch
-        features: list[list[Tensor]] = [[] for _ in range(1 + augmentation.copies)]
-        for batch in track_progress(batches, "features", progress):
-            images = environment.data.float_images(batch).to(device)
-            for copy, batch_features in enumerate(features):
-                inputs = images if copy == 0 else augment(images, generator)
-                batch_features.append(augmentation.features(model, inputs))
-        return cls(torch.stack([torch.cat(batch_features) for batch_features in features]), positions.to(device))
+        image_size = environment.data.images.shape[-1]
+        batch_size = 64 if device.type == "cpu" else max(16, 1000 * 84**2 // image_size**2)
+
+        def compute() -> Tensor:
+            generator = torch.Generator(device).manual_seed(seed)
+            # one list for the unchanged images and one for each copy of them, with the features of each batch
+            features: list[list[Tensor]] = [[] for _ in range(1 + augmentation.copies)]
+            for batch in track_progress(image_indices.split(batch_size), "features", progress):
+                images = environment.data.float_images(batch).to(device)
+                for copy, batch_features in enumerate(features):
+                    inputs = images if copy == 0 else augment(images, generator)
+                    batch_features.append(augmentation.features(model, inputs))
+            return torch.stack([torch.cat(batch_features) for batch_features in features])
+
+        if not caches_features(model.method, model.net):
+            return cls(compute(), positions.to(device))
+        key = (augmentation, seed if augmentation.copies else None, batch_size)
+        all_images = environment.data.images
+        images = (all_images[copy_to_device(batch, all_images.device)] for batch in image_indices.split(1000))
+        features = cached_features(model.net, model.params, model.dtype, key, images, compute)
+        return cls(features, positions.to(device))
 
     def evaluate(self, models: Sequence[Model], environment: ImageTasks, *, tasks: int, seed: int = 0) -> list[Score]:
         """Score models with these features and different heads on the tasks that `evaluate` samples with this seed."""
@@ -504,10 +533,14 @@ class FeatureTable:
         self, model: Model, environment: ImageTasks, tasks: int, generator: torch.Generator
     ) -> Iterator[tuple[Tensor, Episodes]]:
         """Sample tasks, fit their heads in large batches, and yield the outputs together with the tasks."""
-        for size in _batch_sizes(tasks, 12 * BLOCK_SIZE):
-            episodes = self.episodes(environment, size, generator)
+        for episodes in self.batches(environment, tasks, generator):
             check_test_time(model.method, model.net, model.params, episodes)
             yield predict_from_features(model.method, model.params, episodes), episodes
+
+    def batches(self, environment: ImageTasks, tasks: int, generator: torch.Generator) -> Iterator[Episodes]:
+        """Sample the same tasks as `episodes`, in batches that need little memory."""
+        for size in _batch_sizes(tasks, 12 * BLOCK_SIZE):
+            yield self.episodes(environment, size, generator)
 
     def episodes(self, environment: ImageTasks, tasks: int, generator: torch.Generator) -> Episodes:
         """Sample the same tasks as the environment, with features as inputs.
@@ -516,13 +549,17 @@ class FeatureTable:
         """
         blocks = [environment.sample_indices(size, generator) for size in _batch_sizes(tasks, BLOCK_SIZE)]
         indices = TaskIndices(*(torch.cat(tensors) for tensors in zip(*blocks)))
-        episodes = indices.to_episodes(lambda image_indices: self.features[0, self._positions_of(image_indices)])
+        episodes = indices.to_episodes(self.features_of)
         copies = [features[self._positions_of(indices.support.flatten(1))] for features in self.features[1:]]
         return replace(
             episodes,
             support_x=torch.cat([episodes.support_x, *copies], dim=1),
             support_y=episodes.support_y.repeat(1, len(self.features)),
         )
+
+    def features_of(self, image_indices: Tensor) -> Tensor:
+        """Return the features of unchanged images, (*image_indices.shape, dimension)."""
+        return self.features[0, self._positions_of(image_indices)]
 
     def _positions_of(self, image_indices: Tensor) -> Tensor:
         return self.positions[copy_to_device(image_indices, self.positions.device)]

@@ -7,7 +7,8 @@ from metabridge.training.fitting import fit, load
 from metabridge.training.image_training import train_on_images
 from metabridge.training.interleaved import train_interleaved
 from metabridge.training.learning_curve import Point
-from metabridge.training.load_model import load_model
+from metabridge.training.model_folder import from_pretrained, save_pretrained
+from metabridge.training.model_loading import load_model
 from metabridge.training.muon import Muon
 from metabridge.training.trainer import Run, Trainer
 
@@ -26,8 +27,10 @@ __all__ = [
     "TrainingConfig",
     "evaluate",
     "fit",
+    "from_pretrained",
     "load",
     "load_model",
+    "save_pretrained",
     "train_interleaved",
     "train_on_images",
 ]

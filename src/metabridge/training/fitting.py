@@ -47,6 +47,7 @@ from metabridge.training.config import (
 )
 from metabridge.training.evaluation import Model
 from metabridge.training.learning_curve import point_from_json
+from metabridge.training.trackers import Tracker, TrackerName, check_tracker, tracked_curve
 from metabridge.training.trainer import Run, Trainer
 
 Options = ParamSpec("Options")
@@ -69,6 +70,12 @@ class FitArguments(TrainingConfig):
     teacher: Model | None = option(
         None, help="Trained model whose predictions are part of the targets; see `SoftTargets.distillation`."
     )
+    init: Model | None = option(
+        None,
+        help="Trained model to start from. Its weights are copied into `net`, which must have the same features, and "
+        "so are its head rows of training classes if the classes are the same, and its learned inner learning rates. "
+        "Default: start from the weights of `net`.",
+    )
     config: TrainingConfig | None = option(
         None, help="Training options; options that are passed by name take precedence."
     )
@@ -82,6 +89,12 @@ class FitArguments(TrainingConfig):
     )
     progress: bool = option(True, help="Whether to show a progress bar on standard error.")
     name: str = option("training", help="Label of the progress bar.")
+    log: TrackerName | Tracker | None = option(
+        None,
+        help='Experiment tracker to which the learning curve is also sent: "tensorboard", "wandb", "trackio" or a '
+        "`metabridge.training.trackers.Tracker`.",
+        check=check_tracker,
+    )
 
     def __post_init__(self) -> None:
         if isinstance(self.schedule, str):
@@ -126,10 +139,15 @@ def fit(net: Network, method: Method, environment: Environment, **arguments: Any
     same tasks. Without it, the run contains the weights after the last step. The weights of the run are also copied
     into `net` at the end.
 
+    Training starts from the weights of `net`, so `fit(run.net, ...)` continues from a trained network, for example with
+    another method. Learned inner learning rates and head rows of training classes are not in `net`; `init=run` copies
+    them too. Parameters in `freeze` stay frozen in `net`: they have `requires_grad=False`.
+
     With `out`, the run is saved in that folder at each validation and at least every minute. If `fit` was interrupted,
     call it again with the same settings: it continues the run, and ends with the same weights as without interruption.
-    With more `iterations`, training continues with the learning rate schedule stretched to the new length. During
-    training, no other process can write to the folder, but the run can be loaded.
+    With more `iterations`, training continues with the learning rate schedule stretched to the new length. A run that
+    stopped early continues with a larger `patience`. During training, no other process can write to the folder, but the
+    run can be loaded.
 
     Args:
         net: Network to train, in place.
@@ -166,8 +184,15 @@ def fit(net: Network, method: Method, environment: Environment, **arguments: Any
         mode=all_arguments.mode,
         out=all_arguments.out,
         teacher=all_arguments.teacher,
+        init=all_arguments.init,
     )
-    return run_to_end(trainer, all_arguments.name, minutes=all_arguments.minutes, progress=all_arguments.progress)
+    return run_to_end(
+        trainer,
+        all_arguments.name,
+        minutes=all_arguments.minutes,
+        progress=all_arguments.progress,
+        log=all_arguments.log,
+    )
 
 
 def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network | None = None) -> Run:
@@ -244,7 +269,14 @@ def load(folder: str | Path, *, device: torch.device | str = "cpu", net: Network
     )
 
 
-def run_to_end(trainer: Trainer, name: str, *, minutes: float | None = None, progress: bool = True) -> Run:
+def run_to_end(
+    trainer: Trainer,
+    name: str,
+    *,
+    minutes: float | None = None,
+    progress: bool = True,
+    log: TrackerName | Tracker | None = None,
+) -> Run:
     """Run a trainer until training is finished or the time limit is reached, then save the run and close the trainer.
 
     Args:
@@ -252,17 +284,24 @@ def run_to_end(trainer: Trainer, name: str, *, minutes: float | None = None, pro
         name: Label of the progress bar.
         minutes: Stop after this number of minutes. None for no limit.
         progress: Whether to show a progress bar.
+        log: Experiment tracker to which the learning curve is also sent, or its name; see `trackers.tracked_curve`.
 
     Returns:
         The run.
     """
     deadline = math.inf if minutes is None else time.perf_counter() + 60 * minutes
-    with saved_and_closed(trainer), progress_bar(progress) as bar:
+    with (
+        saved_and_closed(trainer),
+        tracked_curve(trainer, log, name) as send_points,
+        progress_bar(progress) as bar,
+    ):
         progress_line = ProgressLine(bar, name, trainer)
         while not trainer.finished and time.perf_counter() < deadline:
             with delay_interrupt():
                 point_added = trainer.step()
             progress_line.update(point_added)
+            if point_added:
+                send_points()
     return trainer.run()
 
 

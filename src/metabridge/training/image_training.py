@@ -16,6 +16,8 @@ from metabridge.training.augment import Augment
 from metabridge.training.config import ImageTrainingConfig, training_options
 from metabridge.training.evaluation import Model
 from metabridge.training.fitting import run_to_end
+from metabridge.training.initial_weights import network_like
+from metabridge.training.trackers import Tracker, TrackerName
 from metabridge.training.trainer import Run, Trainer
 
 
@@ -28,6 +30,8 @@ def train_on_images(
     minutes: float | None = None,
     progress: bool = True,
     teacher: Model | None = None,
+    init: Model | None = None,
+    log: TrackerName | Tracker | None = None,
 ) -> Run:
     """Train on the training classes, and validate on the validation classes if there are at least two.
 
@@ -39,6 +43,11 @@ def train_on_images(
         minutes: Stop after this number of minutes. Call again with the same arguments to continue.
         progress: Whether to show a progress bar.
         teacher: Trained model whose predictions are part of the targets; see `SoftTargets.distillation`.
+        init: Trained model to start from: its network with a new head replaces `model` and `model_options` of the
+            configuration, and its weights are copied where they fit. The images must have the size and channels of that
+            network, so load them with `decode_options=init.net.decode_options` if these are not None.
+        log: Experiment tracker to which the learning curve is also sent: "tensorboard", "wandb", "trackio" or a
+            `metabridge.training.trackers.Tracker`.
 
     Returns:
         The run.
@@ -51,8 +60,8 @@ def train_on_images(
     >>> train_on_images(config, load("glyphs"), progress=False).net.head.out_features
     5
     """
-    trainer = image_trainer(config, images, device=device, out=out, teacher=teacher)
-    return run_to_end(trainer, config.method, minutes=minutes, progress=progress)
+    trainer = image_trainer(config, images, device=device, out=out, teacher=teacher, init=init)
+    return run_to_end(trainer, config.method, minutes=minutes, progress=progress, log=log)
 
 
 def image_trainer(
@@ -62,7 +71,10 @@ def image_trainer(
     device: str = "cpu",
     out: str | Path | None = None,
     teacher: Model | None = None,
+    init: Model | None = None,
+    check_init: bool = True,
     method: Method | None = None,
+    net: Network | None = None,
 ) -> Trainer:
     """Return the trainer that `train_on_images` runs.
 
@@ -72,7 +84,10 @@ def image_trainer(
         device: Device to compute on.
         out: Folder to save the run in. None to save nothing.
         teacher: Trained model whose predictions are part of the targets; see `SoftTargets.distillation`.
+        init: Trained model to start from, as in `train_on_images`.
+        check_init: Whether a run in `out` must have started from the weights of `init`.
         method: The result of `method_of(config)`, if it was already called.
+        net: The network. Default: the network of `init`, or else `network_of(config, images)`.
 
     Returns:
         The trainer.
@@ -97,8 +112,21 @@ def image_trainer(
         batch_size=1 if method.training_head == "all-rows" else config.batch_size,  # a batch of images is one task
         augment=augmentation_of(config, images),
     )
-    net = network_of(config, images)
-    return Trainer(net, method, tasks, options, validate=validation, device=device, out=out, teacher=teacher)
+    if net is None:
+        net = network_of(config, images) if init is None else network_like(init, outputs=config.ways, seed=config.seed)
+    _check_decode_options(net, images)
+    return Trainer(
+        net,
+        method,
+        tasks,
+        options,
+        validate=validation,
+        device=device,
+        out=out,
+        teacher=teacher,
+        init=init,
+        check_init=check_init,
+    )
 
 
 def method_of(config: ImageTrainingConfig) -> Method:
@@ -118,11 +146,21 @@ def network_of(config: ImageTrainingConfig, images: LabeledImages) -> Network:
         "outputs": config.ways,
         "seed": config.seed,
     }
-    accepted = inspect.signature(builder(config.model).func).parameters
-    if "image_channels" in accepted:
-        del options["channels"]  # in this builder, `channels` is the number of channels of the feature maps
-    options = {name: value for name, value in options.items() if name in accepted}
+    options = {name: options[name] for name in options_set_by_training(config.model)}
     return build(config.model, **{**options, **config.model_options})
+
+
+def options_set_by_training(model: str) -> list[str]:
+    """Return the options of a model that training sets from the images or from its own options.
+
+    >>> options_set_by_training("mlp")
+    ['inputs', 'outputs', 'seed']
+    """
+    accepted = inspect.signature(builder(model).func).parameters
+    names = ["image_channels", "channels", "size", "inputs", "statistics", "outputs", "seed"]
+    if "image_channels" in accepted:
+        names.remove("channels")  # in this builder, `channels` is the number of channels of the feature maps
+    return [name for name in names if name in accepted]
 
 
 def training_tasks(config: ImageTrainingConfig, images: LabeledImages, method: Method) -> Environment:
@@ -147,6 +185,16 @@ def augmentation_of(config: ImageTrainingConfig, images: LabeledImages) -> Augme
         return config.augment
     enabled = images.images.shape[1] == 3 if config.augment is None else config.augment
     return Augment.for_size(images.images.shape[-1]) if enabled else None
+
+
+def _check_decode_options(net: Network, images: LabeledImages) -> None:
+    """Raise an `InputError` if a pretrained network needs images of another shape."""
+    options, shape = net.decode_options, tuple(images.images.shape[1:])
+    if options is not None and shape != (options.channels, options.size, options.size):
+        raise InputError(
+            f"images have shape {shape}, but the network needs {(options.channels, options.size, options.size)}. Load "
+            "them with datasets.load(..., decode_options=net.decode_options)."
+        )
 
 
 def _check_memory(config: ImageTrainingConfig, images: LabeledImages, method: Method) -> None:

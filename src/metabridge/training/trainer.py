@@ -6,6 +6,7 @@ import logging
 import math
 import operator
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from html import escape
@@ -25,11 +26,13 @@ from metabridge.learners.method import Method, method_name
 from metabridge.learners.parameters import network_name, parameters, solver_params
 from metabridge.models.batch_norm import estimate_statistics, running_batch_norms
 from metabridge.models.drop_path import Drop
+from metabridge.models.freezing import fix_frozen_modules, freeze_parameters, frozen_modules
 from metabridge.models.network import Network, Params, frozen_names
 from metabridge.training import checkpoint
 from metabridge.training.checkpoint import RunFolder, check_match, copy_into, damage_error, merge_groups, select_group
 from metabridge.training.config import TrainingConfig
 from metabridge.training.evaluation import Model, Score, evaluate
+from metabridge.training.initial_weights import InitialWeights, copy_weights
 from metabridge.training.learning_curve import Point, best_score, point_from_json, point_to_json
 from metabridge.training.muon import Muon
 from metabridge.training.random_state import GlobalRandomState
@@ -122,6 +125,9 @@ class Trainer:
         mode: How the engine computes meta-gradients; see `metabridge.Engine`.
         out: Folder of the run. None to save nothing.
         teacher: Trained model whose predictions are part of the targets; see `SoftTargets.distillation`.
+        init: Trained model whose weights are the initial weights; see `initial_weights.copy_weights`.
+        check_init: Whether a run in `out` must have started from the weights of `init`. If false, it is continued
+            anyway.
 
     Raises:
         InputError: If the method does not fit the network or the tasks, or `out` contains a run with other settings.
@@ -146,6 +152,8 @@ class Trainer:
         mode: Mode = "auto",
         out: str | Path | None = None,
         teacher: Model | None = None,
+        init: Model | None = None,
+        check_init: bool = True,
     ) -> None:
         if not isinstance(net, Network):
             raise InputError(
@@ -164,9 +172,15 @@ class Trainer:
         # In low precision, convolutions are faster in channels-last layout; converting in every step would cost time.
         if self.dtype is not None:
             net.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        freeze_parameters(net, config.freeze or ())
         self.net = net.to(self.device).train()
         self.params = parameters(method, net, classes=getattr(environment, "classes", None), seed=config.seed)
+        self.initial_weights: InitialWeights | None = None
+        if init is not None:
+            class_names = getattr(environment, "class_names", ())
+            self.initial_weights = copy_weights(init, method, net, self.params, class_names)
         self.optimizer = self._make_optimizer()
+        fix_frozen_modules(net, self._batches())
         self._drop_layers = [layer for layer in net.modules() if isinstance(layer, Drop)]
         soft_targets = config.soft_targets
         self._softener = None if soft_targets is None else LabelSoftener(soft_targets, method, teacher)
@@ -187,11 +201,12 @@ class Trainer:
         self._in_step = False
         self._best_weights_unsaved = False
         self._last_saved = time.perf_counter()
+        self._stored_init = None if self.initial_weights is None else self.initial_weights.to_json()
         self._settings = {} if self._folder is None else self._describe()
         self._lock = None if self._folder is None else FolderLock(self._folder.path)
         if self._folder is not None:
             try:
-                self._restore_or_create_run(self._folder)
+                self._restore_or_create_run(self._folder, check_init)
             except BaseException:
                 self.close()
                 raise
@@ -220,21 +235,26 @@ class Trainer:
         )
         return optimizer
 
-    def _restore_or_create_run(self, folder: RunFolder) -> None:
-        """Restore the run in the folder, whose number of iterations may differ from `config`, or create a run."""
+    def _restore_or_create_run(self, folder: RunFolder, check_init: bool) -> None:
+        """Restore the run in the folder, whose iterations and patience may differ from `config`, or create a run."""
         stored = folder.resumable_settings()
         if stored is not None:
+            if check_init:
+                folder.check_same_init(stored, self._settings)
+            else:
+                self._stored_init = stored.get("init")
+                self._settings = self._describe()
             if self.config.validate_every is None:
                 # a continued run keeps its validation interval, even if `iterations` has changed
                 self.config = replace(self.config, validate_every=stored["training"].get("validate_every"))
                 self._settings = self._describe()
             folder.check_same_settings(stored, self._settings)
-        iterations_differ = stored is not None and stored != checkpoint.json_round_trip(self._settings)
+        settings_differ = stored is not None and stored != checkpoint.json_round_trip(self._settings)
         self._restore(folder)
-        if iterations_differ:
+        if settings_differ:
             self._add_last_point()
             self.save()  # `finished` may have changed
-        if iterations_differ or stored is None:
+        if settings_differ or stored is None:
             folder.write_settings(self._settings)
 
     def __repr__(self) -> str:
@@ -242,17 +262,33 @@ class Trainer:
         return f"Trainer({names}, {self.iteration} of {self.config.iterations} iterations)"
 
     @property
+    def folder(self) -> Path | None:
+        """Folder in which the run is saved. None if it is not saved."""
+        return None if self._folder is None else self._folder.path
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Settings of the run as in settings.json; only the training options if it is not saved."""
+        return self._settings or {"training": self.config.as_dict()}
+
+    @property
     def finished(self) -> bool:
         """Whether all steps are done, or training stopped early."""
         return self.iteration >= self.config.iterations or self._out_of_patience()
 
+    @property
+    def stopped_early(self) -> bool:
+        """Whether training stopped before the last iteration because validation no longer improved."""
+        return self.iteration < self.config.iterations and self._out_of_patience()
+
+    @property
+    def validations_since_best(self) -> int:
+        """Number of validations after the one with the best score."""
+        return next((count for count, point in enumerate(reversed(self.curve)) if point.best), 0)
+
     def _out_of_patience(self) -> bool:
         """Return whether more than `patience` consecutive validations brought no new best score."""
-        patience = self.config.patience
-        if patience is None or not any(point.best for point in self.curve):
-            return False
-        validations_since_best = next(count for count, point in enumerate(reversed(self.curve)) if point.best)
-        return validations_since_best > patience
+        return self.config.patience is not None and self.validations_since_best > self.config.patience
 
     @property
     def draws_global_random_numbers(self) -> bool:
@@ -312,13 +348,16 @@ class Trainer:
 
     def _set_rates(self) -> None:
         """Set the learning rate and, every `DROP_RATE_STEPS` steps, the drop rates."""
-        progress = self.iteration / self.config.iterations
-        best_flags = [point.best for point in self.curve if point.score is not None]  # one for each validation
-        factor = self.config.schedule.factor(progress, best_flags)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.lr * factor
+            group["lr"] = self.learning_rate(self.iteration)
         if self.iteration % DROP_RATE_STEPS == 0:
             self._set_drop_rates()
+
+    def learning_rate(self, iteration: int) -> float:
+        """Return the learning rate of the step after `iteration` steps, which may be one that was already taken."""
+        validations = [point for point in self.curve if point.score is not None and point.iteration <= iteration]
+        best_flags = [point.best for point in validations]
+        return self.config.lr * self.config.schedule.factor(iteration / self.config.iterations, best_flags)
 
     def _set_drop_rates(self) -> None:
         """Set the drop rates, which rise linearly from 0 to their full values (Wang et al. 2021, section 5.2)."""
@@ -369,13 +408,15 @@ class Trainer:
         """Copy the weights (with `ema_decay`, their average) into the network, and estimate its running statistics."""
         copy_into(self.net, self._ema_params or self.params, dict(self.net.named_buffers()))
         if running_batch_norms(self.net):
-            generator = torch.Generator().manual_seed(0)
-            # the more batches, the more precise the estimate; on a CPU, many batches would take too long
-            num_batches = 8 if self.device.type == "cpu" else 40
-            batches = (
-                self.environment.sample(self.config.batch_size, generator).without_split() for _ in range(num_batches)
-            )
-            estimate_statistics(self.net.features, (batch.support_x.to(self.device).flatten(0, 1) for batch in batches))
+            estimate_statistics(self.net.features, self._batches(), fixed=frozen_modules(self.net))
+
+    def _batches(self) -> Iterator[torch.Tensor]:
+        """Yield batches of training inputs to estimate running statistics from."""
+        generator = torch.Generator().manual_seed(0)
+        # the more batches, the more precise the estimate; on a CPU, many batches would take too long
+        for _ in range(8 if self.device.type == "cpu" else 40):
+            batch = self.environment.sample(self.config.batch_size, generator).without_split()
+            yield batch.support_x.to(self.device).flatten(0, 1)
 
     def _current_weights(self) -> tuple[Params, Params]:
         """Return copies of the parameters (with `ema_decay`, of their moving average) and of the buffers."""
@@ -432,6 +473,7 @@ class Trainer:
             "validation": None if self.validate is None else checkpoint.describe_environment(self.validate),
             "training": options,
             **({"frozen": frozen} if frozen else {}),
+            **({} if self._stored_init is None else {"init": self._stored_init}),
             **({} if teacher is None else {"teacher": checkpoint.describe_value(teacher.params["heads.weight"])}),
         }
 
