@@ -20,7 +20,7 @@ from metabridge.models import build
 from metabridge.training import Model, Run, evaluate, load, save_pretrained
 from metabridge.training.checkpoint import copy_into
 
-SIZES = (64, 72, 84, 96)  # candidates for photos; characters always have 28 pixels
+SIZES = (64, 72, 84)  # candidates for photos; characters always have 28 pixels
 TASKS = 1000
 
 

@@ -57,6 +57,20 @@ def markdown_table(headers: list[str], rows: list[list[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
+def builtin_models() -> str:
+    """Return the accuracies of the built-in models, with one row per data set and one column per number of shots."""
+    result = load_result("builtin-models")
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for row in result["rows"]:
+        model, data, task = row["name"].split(", ")
+        cells.setdefault((model, data), {})[task] = f"{row['ours']:.1f} ± {row['ci95']:.1f} %"
+    tasks = list(next(iter(cells.values())))
+    rows = [[f"`{model}`", data, *values.values()] for (model, data), values in cells.items()]
+    return (
+        f"{markdown_table(['model', 'new classes', *tasks], rows)}\n\n{result['rows'][0]['note']}. {machine(result)}."
+    )
+
+
 def machine(result: dict[str, Any]) -> str:
     """Return the device and the PyTorch version that computed a result."""
     return correct_plural(f"{result['environment']['device']}, torch {result['environment']['torch']}")
@@ -333,6 +347,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "test-heads": head_table,
     "training-defaults": training_defaults,
     "glyphs": glyph_table("glyphs"),
+    "builtin-models": builtin_models,
     "demo": glyph_table("demo/glyphs"),
     "maml": benchmark_tables(
         ["bench-maml-cpu", "bench-maml-h200"],

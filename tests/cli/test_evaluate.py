@@ -33,7 +33,7 @@ def test_two_runs_are_reported_with_classes_calibration_and_paired_differences(m
             difference = entry["accuracy"] - report["mtl", shots]["accuracy"]
             assert entry["difference"]["mean"] == pytest.approx(difference)
             assert f"{100 * difference:.1f} ±" in row
-    assert printed.splitlines()[-1] == f"All results, including the accuracy of every class, are in {file}"
+    assert printed.splitlines()[-1] == f"All results are in {file}"
 
 
 def test_the_table_of_several_runs_has_a_column_of_differences_and_that_of_one_run_has_none(metabridge, runs):
@@ -155,9 +155,7 @@ def test_other_data_is_loaded_with_the_image_size_and_channels_of_the_run(metabr
     assert metabridge(*command, "--data", photographs)[1] == metabridge(*command)[1]
     status, _, errors = metabridge(*command, "--data", "glyphs")
     assert status == 2
-    assert (
-        "glyphs have 1 channel and 28×28 pixels, but the model needs 3 channels and 16×16 pixels" in errors
-    )
+    assert "glyphs have 1 channel and 28×28 pixels, but the model needs 3 channels and 16×16 pixels" in errors
 
 
 def test_all_shots_are_checked_before_the_first_evaluation(metabridge, runs, monkeypatch):

@@ -93,7 +93,7 @@ def test_a_positive_decision_between_two_classes_predicts_the_second(run, suppor
 def test_images_are_predicted_independently_with_running_statistics(fitted_classifier, query, monkeypatch):
     in_one_call = fitted_classifier.predict_proba(query[0])
     in_single_calls = np.concatenate([fitted_classifier.predict_proba([file]) for file in query[0]])
-    monkeypatch.setattr("metabridge.inference.classifier.CHUNK_SIZE", 5)
+    monkeypatch.setattr("metabridge.inference.support_adaptation.CHUNK_SIZE", 5)
     np.testing.assert_allclose(in_single_calls, in_one_call, atol=1e-5)
     np.testing.assert_allclose(fitted_classifier.predict_proba(query[0]), in_one_call, atol=1e-5)
 
@@ -112,7 +112,7 @@ def test_batch_statistics_never_split_a_call_into_chunks(anil, support, query, m
     classifier = FewShotClassifier(anil).fit(*support)
     with pytest.warns(UserWarning, match="depends on the other images of the call"):
         with_large_chunks = classifier.decision_function(query[0])
-    monkeypatch.setattr("metabridge.inference.classifier.CHUNK_SIZE", 5)
+    monkeypatch.setattr("metabridge.inference.support_adaptation.CHUNK_SIZE", 5)
     with pytest.warns(UserWarning, match="depends on the other images of the call"):
         with_small_chunks = classifier.decision_function(query[0])
     np.testing.assert_array_equal(with_small_chunks, with_large_chunks)

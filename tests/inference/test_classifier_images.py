@@ -95,7 +95,7 @@ def test_many_images_are_decoded_and_classified_in_bounded_memory(classifier, co
 
     decode = image_input.decode
     monkeypatch.setattr(image_input, "decode", count)
-    monkeypatch.setattr("metabridge.inference.classifier.CHUNK_SIZE", 32)
+    monkeypatch.setattr("metabridge.inference.support_adaptation.CHUNK_SIZE", 32)
     assert classifier.predict(color for _ in range(2000)).shape == (2000,)
     assert len(counts) == 2000
     # a chunk of 32 images, and the images that eight threads at most have decoded or are decoding
@@ -121,3 +121,13 @@ def test_unreadable_images_are_skipped_on_request_and_keep_their_positions(class
         classifier.predict_details([file, broken])
     with pytest.raises(ValueError, match=r"none of the 2 images can be read \(.*broken\.png: it is not"):
         classifier.predict_details([broken, broken], skip_unreadable=True)
+
+
+def test_features_of_a_pretrained_model_are_computed_once_for_the_same_images(monkeypatch, tmp_path):
+    monkeypatch.setenv("METABRIDGE_CACHE", str(tmp_path))
+    images = np.random.default_rng(0).integers(0, 256, (6, 20, 20, 3), dtype=np.uint8)
+    first = FewShotClassifier("photos", device="cpu").fit(images, [0, 1, 2] * 2)
+    probabilities = first.predict_proba(images)
+    again = FewShotClassifier("photos", device="cpu")
+    monkeypatch.setattr("metabridge.inference.support_adaptation.apply_features", lambda *_: pytest.fail("computed"))
+    np.testing.assert_array_equal(again.fit(images, [0, 1, 2] * 2).predict_proba(images), probabilities)

@@ -382,3 +382,66 @@ def test_a_penalty_needs_a_head_that_has_one(metabridge_on_cpu, run, anil, folde
     status, _, errors = metabridge_on_cpu("adapt", anil, "--penalty", 3, *arguments)
     assert status == 2
     assert "penalty is 3.0, but the method of this model fits no test-time head. Choose one" in errors
+
+
+def test_adapt_without_a_model_uses_the_built_in_photo_model(metabridge_on_cpu, folders, tmp_path):
+    file = tmp_path / "predictions.csv"
+    arguments = ["--support", folders / "support", "--query", folders / "query", "--out"]
+    assert metabridge_on_cpu("adapt", *arguments, file)[0] == 0
+    named = tmp_path / "named.csv"
+    assert metabridge_on_cpu("adapt", "--model", "photos", *arguments, named)[0] == 0
+    assert file.read_text() == named.read_text()
+
+
+def test_a_run_and_a_model_together_are_refused(metabridge_on_cpu, run, folders, tmp_path):
+    status, _, errors = metabridge_on_cpu(
+        "adapt", run, "--model", "photos", "--support", folders / "support", "--query", folders / "query"
+    )
+    assert status == 2
+    assert f"both RUN ({run}) and --model (photos) are passed" in errors
+
+
+def test_json_contains_predictions_accuracy_and_confusion(metabridge_on_cpu, run, folders, tmp_path):
+    arguments = ["--support", folders / "support", "--query", folders / "query", "--save", tmp_path / "adapted"]
+    status, printed, errors = metabridge_on_cpu(
+        "adapt", run, *arguments, "--out", tmp_path / "predictions.csv", "--json", "-"
+    )
+    report, rows = json.loads(printed), rows_of(tmp_path / "predictions.csv")
+    assert status == 0
+    assert "The predictions are in" in errors
+    assert [row["prediction"] for row in report["predictions"]] == [row["prediction"] for row in rows]
+    assert report["accuracy"] == np.trace(report["confusion"]) / len(rows)
+    arguments = ["--query", folders / "query", "--out", tmp_path / "later.csv", "--json", tmp_path / "later.json"]
+    assert metabridge_on_cpu("predict", tmp_path / "adapted", *arguments)[0] == 0
+    assert json.loads((tmp_path / "later.json").read_text())["predictions"] == report["predictions"]
+
+
+def test_predictions_and_json_cannot_both_go_to_standard_output(metabridge_on_cpu, run, folders):
+    arguments = ["--support", folders / "support", "--query", folders / "query", "--out", "-", "--json", "-"]
+    status, printed, errors = metabridge_on_cpu("adapt", run, *arguments)
+    assert (status, printed) == (2, "")
+    assert "--out and --json are both -" in errors
+
+
+def test_the_exported_hub_folder_adapts_like_the_run(metabridge, metabridge_on_cpu, run, folders, tmp_path):
+    hub = tmp_path / "hub"
+    status, printed, _ = metabridge("export", run, "--format", "hub", "--out", hub, "--json", tmp_path / "export.json")
+    assert (status, json.loads((tmp_path / "export.json").read_text())["folder"]) == (0, str(hub))
+    assert f"The model is in {hub}. Complete its model card, README.md." in printed
+    arguments = ["--support", folders / "support", "--query", folders / "query", "--out"]
+    assert metabridge_on_cpu("adapt", run, *arguments, tmp_path / "run.csv")[0] == 0
+    assert metabridge_on_cpu("adapt", "--model", hub, *arguments, tmp_path / "hub.csv")[0] == 0
+    assert (tmp_path / "run.csv").read_text() == (tmp_path / "hub.csv").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--half",), "--half needs --format hub"),
+        (("--format", "hub", "--support", "labeled"), "--support is for --format onnx"),
+    ],
+)
+def test_options_of_the_other_export_format_are_refused(metabridge, run, arguments, message):
+    status, _, errors = metabridge("export", run, *arguments)
+    assert status == 2
+    assert message in errors

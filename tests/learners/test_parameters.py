@@ -11,7 +11,8 @@ import torch
 from cases import CLASSES, CONVERGED_PROXIMAL, METHODS, clusters, relative_error, smooth_mlp
 from metabridge import InputError, fit, method
 from metabridge.environments import Sinusoid
-from metabridge.learners import adapt, parameters
+from metabridge.episodes import Episodes
+from metabridge.learners import adapt, meta_gradient, parameters
 from metabridge.learners.adapt import predict
 from metabridge.learners.engine import Engine, Mode
 from metabridge.models import Network, mlp
@@ -109,3 +110,12 @@ def test_a_completely_frozen_network_raises_an_error_unless_the_solver_has_param
     assert gradients.keys() == {"solver.log_penalty", "solver.log_scale"}
     with pytest.raises(InputError, match="there is nothing to train"):
         fit(net.float(), method("anil-frozen"), Sinusoid(), iterations=1, progress=False)
+
+
+def test_a_method_that_trains_nothing_has_no_gradient_and_the_error_says_so():
+    learner, net = method("frozen"), mlp(4, 3)
+    params = parameters(learner, net)
+    assert not any(value.requires_grad for value in params.values())
+    tasks = Episodes(torch.rand(1, 3, 4), torch.arange(3)[None], torch.rand(1, 3, 4), torch.arange(3)[None])
+    with pytest.raises(InputError, match="method is frozen, which trains nothing"):
+        meta_gradient(learner, net, params, tasks)

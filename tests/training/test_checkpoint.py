@@ -209,7 +209,7 @@ def test_settings_that_cannot_be_read_raise_an_error(tmp_path, damage):
         load(tmp_path)
 
 
-def test_a_pretrained_network_is_built_without_a_download(tmp_path, monkeypatch):
+def test_a_pretrained_network_is_built_without_reading_or_downloading_other_weights(tmp_path, monkeypatch):
     run = on_sinusoids(tmp_path)
     recipes = []
 
@@ -219,14 +219,14 @@ def test_a_pretrained_network_is_built_without_a_download(tmp_path, monkeypatch)
 
     folder = RunFolder(tmp_path)
     settings = folder.settings()
-    settings["model"] |= {"pretrained": True}
+    settings["model"] |= {"pretrained": True, "weights": "/dev/zero", "download": True}
     tensors, metadata = folder.read("weights")
     # so that the weights still match the changed settings
     folder.write("weights", tensors, metadata | {"settings": fingerprint(settings)})
     (tmp_path / "settings.json").write_text(json.dumps(settings))
-    monkeypatch.setattr("metabridge.training.checkpoint.build", build)
+    monkeypatch.setattr("metabridge.models.build", build)
     assert torch.equal(load(tmp_path).params["head.weight"], run.params["head.weight"])
-    assert recipes[0]["pretrained"] is False
+    assert not recipes[0].keys() & {"pretrained", "weights", "download"}
 
 
 EVERY_METHOD: dict[str, Method] = (

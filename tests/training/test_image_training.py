@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from metabridge import InputError
 from metabridge.environments import LabeledImages
 from metabridge.environments.image_tasks import ImageBatches
 from metabridge.learners import PRESETS
@@ -39,7 +40,7 @@ def images(channels: int = 3, size: int = 16, images_per_class: int = 8, validat
 SHORT = {"iterations": 2, "validate_every": 1, "validate_tasks": 2, "queries": 2, "model_options": {"filters": 4}}
 
 
-@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"burer-monteiro"}))
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"burer-monteiro", "frozen"}))
 def test_the_default_configuration_of_every_method_trains_on_images(name):
     config = replace(default_config(name), **SHORT, batch_size=4 if name == "rfs" else 1, shots=1)
     run = train_on_images(config, images(), progress=False)
@@ -47,6 +48,11 @@ def test_the_default_configuration_of_every_method_trains_on_images(name):
     assert run.best.tasks == 2
     if name in ("mtl", "rfs"):  # their heads have a row for each training class
         assert run.params["heads.weight"].shape[0] == 7
+
+
+def test_the_method_that_trains_nothing_is_refused_with_the_way_out():
+    with pytest.raises(InputError, match=r"method is frozen, which trains nothing\. Evaluate or adapt the model"):
+        train_on_images(replace(default_config("frozen"), **SHORT), images(), progress=False)
 
 
 def test_validation_has_as_many_ways_and_queries_as_classes_and_images_allow():

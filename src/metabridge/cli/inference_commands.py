@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from metabridge.cli.json_output import JsonOption, JsonOutput, versions
 from metabridge.cli.options import (
     Device,
     DeviceOption,
@@ -20,7 +21,7 @@ from metabridge.cli.options import (
     load_source,
 )
 from metabridge.cli.prediction_output import OutputFormat, write_predictions
-from metabridge.cli.terminal import print_stderr, print_stdout
+from metabridge.cli.terminal import print_stderr
 from metabridge.cli.train_commands import HeadOption
 from metabridge.errors import InputError
 
@@ -58,8 +59,8 @@ RejectOption = Annotated[
     typer.Option(
         metavar="RATE",
         help="Predict 'none of these' for images that are unlike all classes, so that about this fraction of the "
-        "images of known classes is rejected wrongly, such as 0.05. Needs two images of each of two classes, or three of "
-        "one. Default: reject no images.",
+        "images of known classes is rejected wrongly, such as 0.05. Needs two images of each of two classes, or three "
+        "of one. Default: reject no images.",
     ),
 ]
 FormatOption = Annotated[
@@ -94,6 +95,7 @@ def adapt(
     ] = None,
     format: FormatOption = None,
     device: DeviceOption = Device.auto,
+    json_file: JsonOption = None,
 ) -> None:
     """Adapt a trained model to new classes and classify images.
 
@@ -115,18 +117,19 @@ def adapt(
 
     Example: **metabridge adapt --support new/labeled --query photo.jpg --reject 0.05 --out -**
     """
-    from metabridge.files import STDOUT, make_folder, make_parent_folder
+    from metabridge.files import STDOUT, make_folder
     from metabridge.inference.query_files import find_query_files
 
     query_files = find_query_files(query)
-    make_parent_folder(out)
+    output = _prediction_output(out, json_file)
     if save is not None:
         make_folder(save)
     source = load_source(run, model, weights, model_options, device=device_name(device))
     classifier = _adapted_classifier(source, support, device, head=head, penalty=penalty, reject=reject)
     if save is not None:
-        (print_stderr if str(out) == STDOUT else print_stdout)(f"The adapted model is in {classifier.save(save)}")
-    write_predictions(classifier, query, query_files, out, format)
+        print_message = print_stderr if str(out) == STDOUT else output.print_message
+        print_message(f"The adapted model is in {classifier.save(save)}")
+    write_predictions(classifier, query, query_files, out, format, output)
 
 
 @app.command()
@@ -137,6 +140,7 @@ def predict(
     reject: RejectOption = None,
     format: FormatOption = None,
     device: DeviceOption = Device.auto,
+    json_file: JsonOption = None,
 ) -> None:
     """Classify images with a saved adapted model.
 
@@ -145,14 +149,13 @@ def predict(
 
     Example: **metabridge predict adapted --query new/unlabeled --out predictions.csv**
     """
-    from metabridge.files import make_parent_folder
     from metabridge.inference import FewShotClassifier
     from metabridge.inference.query_files import find_query_files
 
     query_files = find_query_files(query)
-    make_parent_folder(out)
+    output = _prediction_output(out, json_file)
     classifier = FewShotClassifier.load(model, reject=reject, device=device_name(device))
-    write_predictions(classifier, query, query_files, out, format)
+    write_predictions(classifier, query, query_files, out, format, output)
 
 
 @app.command()
@@ -188,6 +191,7 @@ def export(
         ),
     ] = None,
     head: HeadOption = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Export the feature extractor of a model: as an ONNX model, for programs without PyTorch, or as a hub folder.
 
@@ -207,8 +211,11 @@ def export(
     from metabridge.inference import export_onnx, write_head
     from metabridge.models.batch_norm import uses_batch_statistics
 
+    output = JsonOutput(json_file)
     if format is ExportFormat.hub:
-        _export_to_hub(load_source(run, model, weights, model_options), out or Path("hub"), support, half=half)
+        folder = _export_to_hub(load_source(run, model, weights, model_options), out or Path("hub"), support, half=half)
+        output.print_message(f"The model is in {folder}. Complete its model card, README.md.")
+        output.write({"format": "hub", "folder": folder, "versions": versions()})
         return
     if half:
         raise InputError("--half needs --format hub. ONNX models are in float32.")
@@ -217,11 +224,13 @@ def export(
     out = out or Path("features.onnx")
     make_parent_folder(out)
     to_stdout = str(out) == STDOUT
+    if to_stdout and output.is_stdout:
+        raise InputError("--out and --json are both -, but only one can be written to standard output. Change one.")
     if support is not None and to_stdout:
         raise InputError(
             "--out is -, but --support writes a second file next to the model. Pass a file name, such as features.onnx."
         )
-    print_message = print_stderr if to_stdout else print_stdout
+    print_message = print_stderr if to_stdout else output.print_message
     head_file = out.with_suffix(".json")
     if support is not None and head_file == out:
         raise InputError(
@@ -236,20 +245,33 @@ def export(
     else:
         print_message(f"The ONNX model is in {out}. Its features differ from PyTorch by at most {difference:.1e}.")
     if classifier is not None:
-        print_stdout(f"The head for {len(classifier.classes_)} classes is in {write_head(classifier, head_file)}")
+        print_message(f"The head for {len(classifier.classes_)} classes is in {write_head(classifier, head_file)}")
+    head_path = None if classifier is None else head_file
+    output.write({"format": "onnx", "file": out, "head": head_path, "difference": difference, "versions": versions()})
     if uses_batch_statistics(exported.net):
         print_stderr(
             "Batch norm uses batch statistics: the features of an image depend on the other images of its batch."
         )
 
 
-def _export_to_hub(model: Model, out: Path, support: Path | None, *, half: bool) -> None:
-    """Write the folder of a model in the layout of the Hugging Face hub."""
+def _prediction_output(out: Path, json_file: Path | None) -> JsonOutput:
+    """Check that the files for predictions can be written, and return where to write JSON."""
+    from metabridge.files import STDOUT, make_parent_folder
+
+    make_parent_folder(out)
+    output = JsonOutput(json_file)
+    if str(out) == STDOUT and output.is_stdout:
+        raise InputError("--out and --json are both -, but only one can be written to standard output. Change one.")
+    return output
+
+
+def _export_to_hub(model: Model, out: Path, support: Path | None, *, half: bool) -> Path:
+    """Write the folder of a model in the layout of the Hugging Face hub, and return it."""
     from metabridge.training.model_folder import save_pretrained
 
     if support is not None:
         raise InputError("--support is for --format onnx. Use metabridge adapt --save to keep an adapted model.")
-    print_stdout(f"The model is in {save_pretrained(model, out, half=half)}. Complete its model card, README.md.")
+    return save_pretrained(model, out, half=half)
 
 
 def _adapted_classifier(

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from metabridge.cli.terminal import print_stderr, print_stdout, print_table, printable
+from metabridge.cli.json_output import JsonOutput, versions
+from metabridge.cli.terminal import print_stderr, print_table, printable
 from metabridge.errors import InputError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def write_predictions(
     files: Sequence[QueryFile],
     out: Path,
     output_format: OutputFormat | None,
+    output: JsonOutput,
 ) -> None:
     """Classify images, write the predictions and print a summary.
 
@@ -50,6 +52,7 @@ def write_predictions(
         files: The images that they contain.
         out: The file to write, or "-" for standard output.
         output_format: The format. Default: JSON lines if the file has the suffix .jsonl, otherwise CSV.
+        output: Where to write all results as JSON.
 
     Raises:
         Exit: With status 1, if an image cannot be read.
@@ -66,19 +69,32 @@ def write_predictions(
     class_names = [str(name) for name in classifier.classes_]
     rows = _rows(classifier, predictions, [str(file.path) for file in read_files])
     to_stdout = str(out) == STDOUT
-    print_message = print_stderr if to_stdout else print_stdout
+    print_message = print_stderr if to_stdout else output.print_message
     print_message(f"{len(class_names)} classes: {join_names(class_names, limit=10)}")
     if output_format is None:
         output_format = OutputFormat.json if out.suffix.lower() == ".jsonl" else OutputFormat.csv
     text = _json_lines(rows) if output_format is OutputFormat.json else _csv(rows, class_names, to_stdout=to_stdout)
     write_output(out, text.encode(errors="backslashreplace"))
-    if not to_stdout:
+    if not (to_stdout or output.is_stdout):
         _print_preview(rows)
     confusion = _print_accuracy(classifier, predictions, [file.folder for file in read_files], print_message)
     if not to_stdout:
-        print_stdout(f"The predictions are in {out}")
+        print_message(f"The predictions are in {out}")
         if confusion is not None and out.is_file():
-            _write_figure(confusion, out.with_name(f"{out.stem}-confusion.png"))
+            file = out.with_name(f"{out.stem}-confusion.png")
+            _write_figure(confusion, file)
+            print_message(f"The confusion matrix is in {file}")
+    output.write(
+        {
+            "classes": class_names,
+            "threshold": classifier.threshold_,
+            "predictions": rows,
+            "accuracy": None if confusion is None else confusion.accuracy,
+            "confusion": None if confusion is None else confusion.matrix.tolist(),
+            "unreadable": [{"path": name, "reason": reason} for name, reason in predictions.unreadable.values()],
+            "versions": versions(),
+        }
+    )
     if predictions.unreadable:
         print_stderr(f"{len(predictions.unreadable)} of {len(files)} images could not be read:")
         for name, reason in predictions.unreadable.values():
@@ -175,4 +191,3 @@ def _write_figure(confusion: Confusion, file: Path) -> None:
     from metabridge.report.figures import save
 
     save(confusion_figure(confusion), file)
-    print_stdout(f"The confusion matrix is in {file}")

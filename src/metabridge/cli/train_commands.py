@@ -30,7 +30,7 @@ from metabridge.cli.options import (
     images_for,
     load_source,
 )
-from metabridge.cli.terminal import print_stderr, print_stdout, print_table
+from metabridge.cli.terminal import print_stderr, print_table
 from metabridge.errors import MAX_COUNT, InputError
 
 if TYPE_CHECKING:
@@ -406,15 +406,7 @@ def evaluate(
     ] = False,
     seed: SeedOption = 0,
     device: DeviceOption = Device.auto,
-    json_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--json",
-            metavar="FILE",
-            help="JSON file to which all results are also written. With `-`, JSON is printed to standard output "
-            "instead of the table.",
-        ),
-    ] = None,
+    json_file: JsonOption = None,
 ) -> None:
     """Evaluate trained models on new tasks, with 95 % confidence intervals.
 
@@ -435,7 +427,6 @@ def evaluate(
     """
     from dataclasses import replace
 
-    from metabridge.files import STDOUT, json_bytes, make_parent_folder, write_output
     from metabridge.heads import create_head
     from metabridge.training import TestTimeAugmentation
     from metabridge.training.assessment import assess, assess_open_set, feature_table
@@ -443,8 +434,7 @@ def evaluate(
     if penalty is not None and head is None:
         raise InputError("--penalty requires a head. Select one with --head.")
     test_head = None if head is None else create_head(head, penalty)
-    if json_file is not None:
-        make_parent_folder(json_file)
+    output = JsonOutput(json_file)
     shot_counts = _parse_shots(shots)
     augmentation = TestTimeAugmentation(copies, mirrored, rotated, cropped)
     torch_device = device_name(device)
@@ -492,14 +482,11 @@ def evaluate(
     if len(sources) > 1:
         columns.append("difference from first model, points")
     title = f"{split.capitalize()} split, {ways}-way, {tasks} tasks per number of shots"
-    if str(json_file) != STDOUT:
+    if not output.is_stdout:
         print_table(columns, [row[: len(columns)] for row in rows], left_aligned=("model", "worst class"), title=title)
         if unknown_rows:
             print_table(_UNKNOWN_COLUMNS, unknown_rows, left_aligned=("model",), title="Images of unknown classes")
-    if json_file is not None:
-        write_output(json_file, json_bytes(report, indent=2))
-        if str(json_file) != STDOUT:
-            print_stdout(f"All results, including the accuracy of every class, are in {json_file}")
+    output.write(report)
 
 
 def _parse_shots(shots: str) -> list[int]:

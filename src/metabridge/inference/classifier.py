@@ -29,16 +29,17 @@ from metabridge.inference.predictions import Predictions
 from metabridge.inference.rejection import fit_detector, fit_rejection, outlier_label
 from metabridge.inference.saved_classifier import SavedClassifier, read_classifier, write_classifier
 from metabridge.inference.support_adaptation import (
-    CHUNK_SIZE,
     adapt_to_support,
     check_lengths,
+    chunk_size,
     image_chunks,
+    image_features,
     predict_left_out_support,
     read_support,
     to_inputs,
 )
 from metabridge.inference.support_set import SupportSet
-from metabridge.learners.adapt import Adapted
+from metabridge.learners.adapt import Adapted, can_predict_from_features
 from metabridge.learners.method import Method
 from metabridge.models.batch_norm import uses_batch_statistics
 from metabridge.training.evaluation import Model, check_finite
@@ -495,11 +496,16 @@ class FewShotClassifier(ClassifierMixin, TransformerMixin, BaseEstimator):  # ty
         if predict_together:
             warnings.warn(BATCH_STATISTICS_WARNING, stacklevel=3)
         device = self.adapted_.params["head.weight"].device
-        chunk_size = None if predict_together else CHUNK_SIZE
-        results = [
-            [result.cpu() for result in function(self.adapted_.features(to_inputs(images, device)))]
-            for _, images in image_chunks(X, self.decode_options_, chunk_size, unreadable)
-        ]
+        size = None if predict_together else chunk_size(self.decode_options_)
+        model = None if predict_together else self.model_
+        fixed_model = model if model is not None and can_predict_from_features(model.method) else None
+        results = []
+        for _, images in image_chunks(X, self.decode_options_, size, unreadable):
+            if fixed_model is not None:
+                features = image_features(fixed_model, images)
+            else:
+                features = self.adapted_.features(to_inputs(images, device))
+            results.append([result.cpu() for result in function(features)])
         return tuple(torch.cat(parts) for parts in zip(*results))
 
     def _outputs_and_scores(self, features: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,9 @@ from metabridge.learners.method import Method
 from metabridge.models.network import Params
 
 MAX_FOLDS = 10  # maximum number of times that the head is fitted again
-MAX_FOLD_VALUES = 2**25  # maximum number of values in the features of all folds; 128 MB in float32
+# Maximum number of values in the features of all folds, unless two folds have more. It bounds memory and time: with
+# more folds, choosing the penalty for a thousand images would take ten seconds.
+MAX_FOLD_VALUES = 2**21
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +38,7 @@ def assign_folds(labels: Tensor, features: int) -> Tensor:
 
     Each fold leaves out one example of every class (more, if a class has more examples than there are folds), so that
     the classes stay balanced and each keeps at least one example. There are as many folds as the largest class has
-    examples, but at most 10, and fewer if the support set is very large.
+    examples, but at most 10, and fewer, down to two, if the support set is large.
 
     Args:
         labels: The labels of the examples, (n,).

@@ -24,8 +24,9 @@ from metabridge.learners.method import Method
 from metabridge.models.batch_norm import uses_batch_statistics
 from metabridge.models.network import apply_features
 from metabridge.training.evaluation import Model
+from metabridge.training.feature_cache import cached_features, caches_features
 
-CHUNK_SIZE = 256  # images per forward pass if the features of an image do not depend on other images
+CHUNK_SIZE = 256  # largest number of images per forward pass if the features of an image do not depend on other images
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +99,7 @@ def read_support(model: Model, decode_options: DecodeOptions, X: Any, labels: ND
         InputError: If an image cannot be read, the numbers of images and labels differ, or the model cannot be adapted.
     """
     names, digests, images, features = list[str](), [], [], []
-    for chunk_names, chunk in image_chunks(X, decode_options, CHUNK_SIZE):
+    for chunk_names, chunk in image_chunks(X, decode_options, chunk_size(decode_options)):
         x = to_inputs(chunk, model.device)
         check_adaptation(model.method, model.net, model.params, x, torch.zeros(len(x)).long().to(model.device))
         names += chunk_names
@@ -106,7 +107,7 @@ def read_support(model: Model, decode_options: DecodeOptions, X: Any, labels: ND
         if _keeps_images(model):
             images.append(chunk)
         else:
-            features.append(_features(model, x))
+            features.append(image_features(model, chunk))
     check_lengths(len(names), len(labels))
     return SupportSet(
         labels,
@@ -160,6 +161,35 @@ def to_inputs(images: NDArray[np.uint8], device: torch.device) -> Tensor:
     0.20000000298023224
     """
     return torch.from_numpy(images).to(device).float() / 255
+
+
+def image_features(model: Model, images: NDArray[np.uint8]) -> Tensor:
+    """Return the features of 8-bit images if they do not depend on other images; large pretrained networks cache them.
+
+    Args:
+        model: A model that fits a head on fixed features.
+        images: The decoded images, (n, channels, size, size).
+
+    Returns:
+        The features, (n, dimension).
+    """
+
+    def compute() -> Tensor:
+        with torch.no_grad():
+            return apply_features(model.net, model.params, to_inputs(images, model.device), model.dtype)
+
+    if not caches_features(model.method, model.net):
+        return compute()
+    return cached_features(model.net, model.params, model.dtype, "images", [torch.from_numpy(images)], compute)
+
+
+def chunk_size(decode_options: DecodeOptions) -> int:
+    """Return the number of images per forward pass: fewer if they are large, so that activations fit into memory.
+
+    >>> chunk_size(DecodeOptions(84, 3)), chunk_size(DecodeOptions(518, 3))
+    (256, 16)
+    """
+    return min(CHUNK_SIZE, max(16, CHUNK_SIZE * 128**2 // decode_options.size**2))
 
 
 def check_lengths(num_images: int, num_labels: int) -> None:

@@ -13,6 +13,11 @@ from metabridge.learners.method import CLASS_ROW_HEADS, Method
 from metabridge.models.network import Network, Params, frozen_names, seeded
 from metabridge.solvers import IterativeSolver, Solver, task_loss
 
+NOTHING_TO_TRAIN = (
+    "method is frozen, which trains nothing. Evaluate or adapt the model without training it, or use another method, "
+    "such as mtl."
+)
+
 
 def parameters(method: Method, net: Network, *, classes: int | None = None, seed: int = 0) -> Params:
     """Return all parameters of a method by name: leaf tensors, of which the trained ones require gradients.
@@ -118,6 +123,8 @@ def check_training(
     method: Method, net: Network, params: Params, episodes: Episodes, *, dtype: torch.dtype | None = None
 ) -> None:
     """Raise an InputError if the method cannot train the network on the episodes, with features in `dtype`."""
+    if not method.trains:
+        raise InputError(NOTHING_TO_TRAIN)
     _check_common(method, net, params, episodes)
     _check_whole_numbers(episodes, dtype)
     _check_inputs(net, tuple(episodes.support_x.shape[2:]))

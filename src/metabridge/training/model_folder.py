@@ -48,12 +48,11 @@ def save_pretrained(model: Model, folder: str | Path, *, card: str | None = None
             large for float16, or the folder cannot be written.
 
     >>> from tempfile import TemporaryDirectory
-    >>> from metabridge.learners import method, parameters
-    >>> from metabridge.models import conv4
-    >>> mtl, net = method("mtl"), conv4(1, 28)
-    >>> model = Model(mtl, net, parameters(mtl, net, classes=9))
+    >>> import metabridge as mb
+    >>> mtl, net = mb.method("mtl"), mb.models.conv4(1, 28)
+    >>> model = mb.Model(mtl, net, mb.parameters(mtl, net, classes=9))
     >>> with TemporaryDirectory() as folder:
-    ...     from_pretrained(save_pretrained(model, folder))
+    ...     mb.from_pretrained(mb.save_pretrained(model, folder))
     Model(mtl, conv4)
     """
     from safetensors.torch import save
@@ -100,6 +99,12 @@ def from_pretrained(folder: str | Path, *, device: torch.device | str = "cpu") -
 
     Raises:
         InputError: If the folder contains no model of metabridge, or a file is damaged.
+
+    >>> import metabridge as mb
+    >>> mb.from_pretrained("nowhere")
+    Traceback (most recent call last):
+    metabridge.errors.InputError: nowhere is not the folder of a model: config.json cannot be read (No such file or \
+directory). Pass a folder that metabridge export --format hub wrote.
     """
     folder, device = Path(folder), as_device(device)
     config_file, weights_file = folder / CONFIG_FILE, folder / WEIGHTS_FILE

@@ -43,7 +43,8 @@ def load_model(
     Raises:
         InputError: If there is no such model, or its weights cannot be loaded.
 
-    >>> load_model("characters")
+    >>> import metabridge as mb
+    >>> mb.load_model("characters")
     Model(frozen, resnet12)
     """
     device = as_device(device)

@@ -23,7 +23,7 @@ from metabridge.errors import PARSING_ERRORS, InputError, type_with_article
 from metabridge.files import FolderLock
 from metabridge.learners.engine import Engine, Mode
 from metabridge.learners.method import Method, method_name
-from metabridge.learners.parameters import network_name, parameters, solver_params
+from metabridge.learners.parameters import NOTHING_TO_TRAIN, network_name, parameters, solver_params
 from metabridge.models.batch_norm import estimate_statistics, running_batch_norms
 from metabridge.models.drop_path import Drop
 from metabridge.models.freezing import fix_frozen_modules, freeze_parameters, frozen_modules
@@ -217,10 +217,7 @@ class Trainer:
         solver_names = solver_params(self.params).keys()
         trained_params = {name: value for name, value in self.params.items() if value.requires_grad}
         if not self.method.trains:
-            raise InputError(
-                "method is frozen, which trains nothing. Evaluate or adapt the model without training it, or use "
-                "another method, such as mtl."
-            )
+            raise InputError(NOTHING_TO_TRAIN)
         if not trained_params:
             raise InputError(
                 "there is nothing to train: every parameter that this method trains has requires_grad=False. Unfreeze "
@@ -354,7 +351,14 @@ class Trainer:
             self._set_drop_rates()
 
     def learning_rate(self, iteration: int) -> float:
-        """Return the learning rate of the step after `iteration` steps, which may be one that was already taken."""
+        """Return the learning rate of a step, which may be one that was already taken.
+
+        Args:
+            iteration: Number of steps before it.
+
+        Returns:
+            The learning rate.
+        """
         validations = [point for point in self.curve if point.score is not None and point.iteration <= iteration]
         best_flags = [point.best for point in validations]
         return self.config.lr * self.config.schedule.factor(iteration / self.config.iterations, best_flags)
