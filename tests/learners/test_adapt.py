@@ -249,3 +249,16 @@ def test_a_network_that_cannot_be_called_with_other_parameters_raises_an_error(n
         predict(method(name), net, params, episodes)
     with pytest.raises(InputError, match=r"reads its parameter 'layer\.weight' through an object"):
         adapt(method(name), net, params, episodes.support_x[0], episodes.support_y[0])
+
+
+def test_a_method_that_adapts_nothing_in_training_adapts_the_whole_network_at_test_time():
+    learner, net = method("nal", steps=3, lr=0.1), smooth_mlp()
+    params = parameters(learner, net)
+    x, y = torch.randn(6, 4).double(), torch.arange(6) % 3
+    adapted = adapt(learner, net, params, x, y)
+    assert all(not torch.equal(adapted.params[name], params[name]) for name in params)
+    expected = adapt(method("maml", steps=3, lr=0.1), net, params, x, y)
+    for name, value in expected.params.items():
+        torch.testing.assert_close(adapted.params[name], value)
+    task = Episodes(x[None], y[None], x[None], y[None])
+    torch.testing.assert_close(predict(learner, net, params, task)[0], adapted(x))

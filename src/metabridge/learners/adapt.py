@@ -12,7 +12,13 @@ from torch import Tensor
 from metabridge.episodes import Episodes
 from metabridge.heads import FittedHead, Head
 from metabridge.learners.method import Method, method_name
-from metabridge.learners.parameters import adapted_params, check_channels, check_test_time, network_name, solver_params
+from metabridge.learners.parameters import (
+    check_channels,
+    check_test_time,
+    network_name,
+    params_at_test_time,
+    solver_params,
+)
 from metabridge.learners.task_gradients import compute_features, map_over_tasks
 from metabridge.models.forward_behavior import observe
 from metabridge.models.network import Network, Params, apply_features, apply_head, body_params
@@ -234,7 +240,7 @@ def can_predict_from_features(method: Method) -> bool:
     """Return whether `predict` computes the features of all tasks first, and then calls `predict_from_features`.
 
     It does so if `adapts` is "head" or the method has a test-time head, but not if `adapts` is "none" and `test_solver`
-    is a solver, although such a solver also adapts only the head.
+    is a solver, which adapts the whole network.
     """
     return method.adapts == "head" or isinstance(_test_time_solver(method), Head)
 
@@ -298,7 +304,8 @@ def _solve(method: Method, solver: Solver, net: Network, params: Params, x: Tens
         return apply_head(current, apply_features(net, current, x))
 
     problem = Problem(apply, method.loss, x, y)
-    return initial | solver.solve(problem, adapted_params(method, net, params), solver_params(params), exact=False)
+    start = params_at_test_time(method, net, params)
+    return initial | solver.solve(problem, start, solver_params(params), exact=False)
 
 
 def _test_time_solver(method: Method) -> Solver | Head:

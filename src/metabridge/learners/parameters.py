@@ -74,6 +74,19 @@ def adapted_params(method: Method, net: Network, params: Params) -> Params:
     """Return the parameters that the inner loop adapts, by name."""
     if method.adapts != "all":
         return {name: value for name, value in params.items() if name.startswith("head.")}
+    return _unfrozen_params(net, params)
+
+
+def params_at_test_time(method: Method, net: Network, params: Params) -> Params:
+    """Return the parameters that a solver adapts at test time, by name.
+
+    A method that adapts nothing in training, such as "nal", adapts the whole network at test time (Collins et al. 2022,
+    §2).
+    """
+    return adapted_params(method, net, params) if method.adapts == "head" else _unfrozen_params(net, params)
+
+
+def _unfrozen_params(net: Network, params: Params) -> Params:
     frozen = frozen_names(net)
     return {
         name: value for name, value in params.items() if name.startswith(("features.", "head.")) and name not in frozen
@@ -208,11 +221,11 @@ def _check_frozen(method: Method, net: Network, params: Params) -> None:
     solvers = [method.inner, method.test_solver]
     if not any(isinstance(solver, IterativeSolver) for solver in solvers):
         return
-    if method.adapts == "all" and not adapted_params(method, net, params):
+    if method.adapts != "head" and not params_at_test_time(method, net, params):
         raise InputError(
             "every parameter of the network has requires_grad=False, so nothing adapts. Unfreeze some of them."
         )
-    if method.adapts != "all" and (frozen := sorted(name for name in frozen_names(net) if name.startswith("head."))):
+    if method.adapts == "head" and (frozen := sorted(name for name in frozen_names(net) if name.startswith("head."))):
         raise InputError(
             f"{frozen[0]!r} has requires_grad=False, but the method adapts the head. Use net.head.requires_grad_(), "
             "and training_head='frozen' in the method if the outer loop should not train it."
