@@ -343,7 +343,9 @@ def _hostile_model_folders(inputs: Sequence[Files]) -> list[Hostile]:
     assert isinstance(content, bytes)
     config = json.loads(content)
     changes: list[dict[str, Any]] = [
-        *({"model": model} for model in MODELS if "timm" not in str(model)),  # torchvision loads a library of its own
+        *(
+            {"model": model} for model in MODELS if "timm" not in str(model)
+        ),  # importing torchvision loads a compiled library
         {"model": {"model": "function", "name": "os:system"}},
         {"decode_options": {"size": 10**9, "channels": 3}},
         {"decode_options": {"size": 16, "channels": 1, "invert": "x" * 10**6}},

@@ -46,7 +46,7 @@ def demo(
     """Train and compare four methods on the built-in drawings of characters, in a few minutes on a CPU.
 
     Trains MAML, ANIL, multi-task learning (MTL) and non-adaptive learning (NAL) to classify five new characters from
-    one example of each, and tests them on new alphabets, beside the built-in model for characters. Prints the
+    one example of each, and tests them and the built-in model for characters on new alphabets. Prints the
     accuracies with 95 % confidence intervals, and writes an HTML page with learning curves and pictures of correct and
     wrong predictions.
 

@@ -442,7 +442,7 @@ def evaluate(
     if not sources:
         raise InputError("no model is passed. Pass the folder of a run, or --model photos.")
     if data is None and models:
-        raise InputError(f"--model is {models[0]}, which has no test classes of its own. Add --data.")
+        raise InputError(f"--model is {models[0]}, which is not tied to a data set. Add --data.")
     loaded = [load_source(Path(run), None, device=torch_device) for run in runs or []]
     loaded += [load_source(None, model, weights, model_options, device=torch_device) for model in models or []]
     ways = ways or _default_ways(sources[0], loaded[0])

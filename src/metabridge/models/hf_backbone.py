@@ -30,7 +30,7 @@ class _Family:
     class_name: str
     class_token: bool = False  # whether the features are the class token instead of the pooled output
     patches: bool = True  # whether it divides images into patches
-    interpolates: bool = False  # whether it must be told to interpolate position embeddings
+    interpolates: bool = False  # whether interpolating position embeddings must be requested
 
 
 # By the type in config.json. The features are those for which the documentation of the models reports linear
