@@ -1,7 +1,8 @@
 """Training of the built-in models "photos" and "characters", whose weights are in the package.
 
 "photos" is trained on the training classes of mini-ImageNet, "characters" on those of the glyphs and of Omniglot. No
-paper has published these numbers.
+paper has published these numbers. The numbers of steps of the models in the package were reduced while they were
+trained (docs/models.md), so training again gives similar but not the same weights.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from metabridge.training.evaluation import TestTimeAugmentation
 from metabridge.training.head_selection import best_in_validation
 
 SHOTS = (1, 5)
-# ResNet-12 with half the widths, or less: a tenth of the time of the searched cells on a CPU, with as many parameters.
+# ResNet-12 with half the widths, or less, because it is fast on a CPU.
 _RFS = ImageTrainingConfig(
     "rfs",
     model="resnet12",

@@ -21,7 +21,7 @@ _REGISTRATION = re.compile(r"register_fake\(\s*[\"']torchvision::(\w+)")
 def import_torchvision(source: str) -> None:
     """Import torchvision if it is installed, for libraries that use only its image transforms.
 
-    If torchvision was built for another PyTorch, such as a build with CUDA beside one without, its compiled operators
+    If torchvision was built for another PyTorch, such as one with CUDA instead of one without, its compiled operators
     cannot be loaded, and the import fails because it describes operators that do not exist. Pretrained models use none
     of these operators. They are therefore declared without an implementation: calling one still raises an error.
 
